@@ -1,0 +1,318 @@
+"""Every configuration key, its type, and the checks that need nothing but the configuration.
+
+Hydra composes ``conf/``; ``to_config`` turns the result into these dataclasses and validates it.
+Past that point there is no ``DictConfig``. Defaults live in the YAML files, each with a comment;
+this module must stay importable without torch.
+"""
+
+import difflib
+import os
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+class UserError(Exception):
+    """A mistake of the user: shown as one line without a traceback, exit code 2."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``UserError(message)`` unless ``condition`` holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuse ``value`` for ``key`` unless it is one of ``choices``."""
+    require(value in choices, f"{key}={value}: must be one of {', '.join(choices)}")
+
+
+@dataclass
+class TargetConfig:
+    """The frozen model whose greedy output must not change."""
+
+    name: str = MISSING
+    revision: str | None = MISSING
+    dtype: str = MISSING
+    attention: str = MISSING
+    layer_ids: list[int] | None = MISSING
+    trust_remote_code: bool = MISSING
+
+    def __post_init__(self) -> None:
+        one_of("target.dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        one_of("target.attention", self.attention, ("sdpa", "eager", "flash_attention_2"))
+        ids = self.layer_ids
+        if ids is not None:
+            require(len(ids) > 0, "target.layer_ids is empty: name at least one layer, or null")
+            require(min(ids) >= 0, f"target.layer_ids={ids}: layers count from 0")
+            require(len(set(ids)) == len(ids), f"target.layer_ids={ids}: a layer is repeated")
+            require(sorted(ids) == ids, f"target.layer_ids={ids}: must increase")
+
+
+@dataclass
+class DrafterConfig:
+    """The shape of the draft model; everything else comes from the target's config."""
+
+    layers: int = MISSING
+    block_size: int = MISSING
+    tapped_layers: int = MISSING
+    sliding_layers: int = MISSING
+    sliding_window: int = MISSING
+    mask_token_id: int | None = MISSING
+    anchors_per_batch: int = MISSING
+    attention: str = MISSING
+    precision: str = MISSING
+
+    def __post_init__(self) -> None:
+        require(self.layers >= 1, f"drafter.layers={self.layers}: must be at least 1")
+        require(
+            self.block_size >= 2,
+            f"drafter.block_size={self.block_size}: must be at least 2 "
+            "(the anchor and one drafted token)",
+        )
+        require(self.tapped_layers >= 1, "drafter.tapped_layers must be at least 1")
+        require(
+            0 <= self.sliding_layers <= self.layers,
+            f"drafter.sliding_layers={self.sliding_layers}: must be between 0 and "
+            f"drafter.layers={self.layers}",
+        )
+        require(
+            self.sliding_layers == 0 or self.sliding_window > self.block_size,
+            f"drafter.sliding_window={self.sliding_window}: must be greater than "
+            f"drafter.block_size={self.block_size}",
+        )
+        require(self.anchors_per_batch >= 1, "drafter.anchors_per_batch must be at least 1")
+        one_of("drafter.attention", self.attention, ("auto", "sdpa", "flex", "eager"))
+        one_of("drafter.precision", self.precision, ("auto", "float32", "bfloat16"))
+
+
+@dataclass
+class DataConfig:
+    """Conversations, and how they become packed micro-batches."""
+
+    train: str = MISSING
+    heldout: str | None = MISSING
+    max_length: int = MISSING
+    tokens_per_batch: int = MISSING
+    near_copy_threshold: float = MISSING
+    cache_dir: str | None = MISSING
+
+    def __post_init__(self) -> None:
+        require(self.max_length >= 2, f"data.max_length={self.max_length}: must be at least 2")
+        require(
+            self.tokens_per_batch >= self.max_length,
+            f"data.tokens_per_batch={self.tokens_per_batch} cannot hold a conversation of "
+            f"data.max_length={self.max_length} tokens: raise the first or lower the second",
+        )
+        require(
+            0.0 < self.near_copy_threshold <= 1.0,
+            f"data.near_copy_threshold={self.near_copy_threshold}: must be in (0, 1]; "
+            "1 removes exact copies only",
+        )
+
+
+@dataclass
+class TopologyConfig:
+    """How many ranks of a node are targets and how many are drafters."""
+
+    targets: int | None = MISSING
+    drafters: int | None = MISSING
+
+    def __post_init__(self) -> None:
+        for key in ("targets", "drafters"):
+            value = getattr(self, key)
+            require(value is None or value >= 1, f"topology.{key}={value}: must be at least 1")
+
+
+@dataclass
+class WireConfig:
+    """The stream between the roles."""
+
+    slots: int = MISSING
+    dtype: str = MISSING
+    timeout_s: float = MISSING
+
+    def __post_init__(self) -> None:
+        require(self.slots >= 1, f"wire.slots={self.slots}: must be at least 1")
+        one_of("wire.dtype", self.dtype, ("bfloat16", "float32"))
+        require(self.timeout_s > 0, f"wire.timeout_s={self.timeout_s}: must be positive")
+
+
+@dataclass
+class LossConfig:
+    """The training objective."""
+
+    kind: str = MISSING
+    gamma: float | None = MISSING
+    dpace_alpha: float = MISSING
+    rows_per_chunk: int = MISSING
+
+    def __post_init__(self) -> None:
+        one_of("loss.kind", self.kind, ("ce", "dpace"))
+        require(self.gamma is None or self.gamma > 0, f"loss.gamma={self.gamma}: must be positive")
+        require(0 < self.dpace_alpha <= 1, f"loss.dpace_alpha={self.dpace_alpha}: not in (0, 1]")
+        require(self.rows_per_chunk >= 1, "loss.rows_per_chunk must be at least 1")
+
+
+@dataclass
+class OptimConfig:
+    """AdamW."""
+
+    lr: float = MISSING
+    weight_decay: float = MISSING
+    beta1: float = MISSING
+    beta2: float = MISSING
+    max_grad_norm: float = MISSING
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, f"optim.lr={self.lr}: must be positive")
+        require(self.max_grad_norm > 0, "optim.max_grad_norm must be positive")
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate over the run."""
+
+    kind: str = MISSING
+    warmup: float = MISSING
+    decay: float = MISSING
+    min_ratio: float = MISSING
+
+    def __post_init__(self) -> None:
+        one_of("schedule.kind", self.kind, ("cosine", "wsd", "constant"))
+        for key in ("warmup", "decay", "min_ratio"):
+            value = getattr(self, key)
+            require(0 <= value <= 1, f"schedule.{key}={value}: must be between 0 and 1")
+
+
+@dataclass
+class EvaluateConfig:
+    """Held-out measurements during and after training."""
+
+    interval: int = MISSING
+    max_rows: int = MISSING
+    decode_interval: int = MISSING
+    decode_prompts: int = MISSING
+    max_new_tokens: int = MISSING
+
+    def __post_init__(self) -> None:
+        for key in ("interval", "max_rows", "decode_interval", "decode_prompts"):
+            value = getattr(self, key)
+            require(value >= 0, f"evaluate.{key}={value}: must not be negative")
+        require(self.max_new_tokens >= 1, "evaluate.max_new_tokens must be at least 1")
+
+
+@dataclass
+class CheckpointConfig:
+    """What is kept of a run."""
+
+    interval: int = MISSING
+    keep: int = MISSING
+
+    def __post_init__(self) -> None:
+        require(self.interval >= 0, "checkpoint.interval must not be negative")
+        require(self.keep >= 1, "checkpoint.keep must be at least 1")
+
+
+@dataclass
+class TrainConfig:
+    """The root of ``conf/train.yaml``."""
+
+    target: TargetConfig = MISSING
+    drafter: DrafterConfig = MISSING
+    data: DataConfig = MISSING
+    topology: TopologyConfig = MISSING
+    wire: WireConfig = MISSING
+    loss: LossConfig = MISSING
+    optim: OptimConfig = MISSING
+    schedule: ScheduleConfig = MISSING
+    evaluate: EvaluateConfig = MISSING
+    checkpoint: CheckpointConfig = MISSING
+    run_name: str = MISSING
+    output_dir: str | None = MISSING
+    overwrite: bool = MISSING
+    seed: int = MISSING
+    steps: int | None = MISSING
+    epochs: int = MISSING
+    micro_batches_per_step: int = MISSING
+    log_interval: int = MISSING
+    trackers: list[str] = MISSING
+    threads: int | None = MISSING
+
+    def __post_init__(self) -> None:
+        require(self.steps is None or self.steps >= 1, f"steps={self.steps}: must be at least 1")
+        require(self.epochs >= 1, f"epochs={self.epochs}: must be at least 1")
+        require(self.micro_batches_per_step >= 1, "micro_batches_per_step must be at least 1")
+        require(self.log_interval >= 1, "log_interval must be at least 1")
+        ids = self.target.layer_ids
+        require(
+            ids is None or len(ids) == self.drafter.tapped_layers,
+            f"target.layer_ids={ids} names {len(ids or [])} layers, but "
+            f"drafter.tapped_layers={self.drafter.tapped_layers}: make them agree",
+        )
+
+
+ConfigT = TypeVar("ConfigT")
+
+
+def to_config(raw: DictConfig, kind: type[ConfigT]) -> ConfigT:
+    """Resolve, type and validate ``raw`` as ``kind``; plain dataclasses from here on.
+
+    Raises ``UserError`` for whatever is wrong with it.
+    """
+    try:
+        config = OmegaConf.to_object(raw)
+    except OmegaConfBaseException as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
+        raise UserError(explain(str(error), kind)) from None
+    assert isinstance(config, kind)
+    return config
+
+
+def config_keys(kind: type[Any], prefix: str = "") -> list[str]:
+    """All dotted keys of a configuration dataclass."""
+    keys = []
+    hints = get_type_hints(kind)
+    for item in fields(kind):
+        key = prefix + item.name
+        nested = hints[item.name]
+        keys += config_keys(nested, key + ".") if is_dataclass(nested) else [key]
+    return keys
+
+
+def explain(message: str, kind: type[Any]) -> str:
+    """One line for an error of Hydra or OmegaConf; an unknown key gets the nearest known one.
+
+    Those libraries write "Key 'lrr' not in 'OptimConfig'" and the dotted key on a later line
+    ("full_key: optim.lrr"), or "Could not override 'optim.lrr'" when the command line names it.
+    """
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    full_key = next((line[9:].strip() for line in lines if line.startswith("full_key:")), "")
+    if not full_key and "Could not override '" in message:
+        full_key = message.split("Could not override '")[1].split("'")[0]
+    if "not in" in message and full_key:
+        near = difflib.get_close_matches(full_key, config_keys(kind), n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"unknown configuration key {full_key}{hint}"
+    text = next((line for line in lines if not line.startswith("Could not override")), message)
+    return f"{full_key}: {text}" if full_key and full_key not in text else text
+
+
+def config_dir() -> str:
+    """``conf/``: beside the package in a checkout, inside it in a wheel."""
+    package = Path(__file__).resolve().parent
+    return str(next(p for p in (package / "conf", package.parent / "conf") if p.is_dir()))
+
+
+def rank_zero(value: str, other: str | None = None) -> str | None:
+    """Resolver ``${rank_zero:a,b}``: ``a`` on world rank 0, else ``b``."""
+    return value if os.environ.get("RANK", "0") == "0" else other
+
+
+OmegaConf.register_new_resolver("rank_zero", rank_zero, replace=True)
+ConfigStore.instance().store(name="train_schema", node=TrainConfig)

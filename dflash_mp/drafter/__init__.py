@@ -1,0 +1,1 @@
+"""The draft model: config, blocks, attention, layers, the frozen head it borrows."""

@@ -1,0 +1,1 @@
+"""What a rank does all day: the target loop and the drafter loop."""

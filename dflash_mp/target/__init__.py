@@ -1,0 +1,1 @@
+"""The frozen target model: loading, and hidden states of the tapped layers."""

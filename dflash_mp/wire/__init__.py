@@ -1,0 +1,1 @@
+"""Frames of hidden states from target ranks to drafter ranks."""
