@@ -1,0 +1,255 @@
+"""The frozen target: loading it, and the hidden states of its tapped layers.
+
+The forward runs up to the deepest tapped layer and stops there; the LM head never runs. Hidden
+states go straight from a layer's output into the outgoing frame.
+
+Legend: S token slots of a packed row, n tapped layers, H hidden size.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from dflash_mp.config import TargetConfig, UserError
+from dflash_mp.features import FeatureBatch
+from dflash_mp.target.smollm2 import converted_folder
+
+log = logging.getLogger(__name__)
+
+PADDED_ROW_MULTIPLE = 64
+PADDED_TOKENS = 4096
+LEAK_TOLERANCE = 1e-2
+
+
+def resolve(target: TargetConfig) -> str:
+    """The folder or hub name behind ``target.name``; ``smollm2`` is the packaged default.
+
+    Raises:
+        UserError: a path that does not exist.
+    """
+    if target.name == "smollm2":
+        return str(converted_folder())
+    looks_local = target.name.startswith((".", "/", "~"))
+    folder = Path(target.name).expanduser()
+    if looks_local and not folder.is_dir():
+        raise UserError(f"target.name={target.name}: no such folder")
+    return str(folder) if folder.is_dir() else target.name
+
+
+def load_config(target: TargetConfig):  # type: ignore[no-untyped-def]  # a transformers class
+    """The target's configuration; weights are not touched.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return AutoConfig.from_pretrained(
+            resolve(target), revision=target.revision, trust_remote_code=target.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"target.name={target.name}: cannot read its config: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def load_tokenizer(target: TargetConfig):  # type: ignore[no-untyped-def]  # a transformers class
+    """The target's tokenizer with its chat template."""
+    return AutoTokenizer.from_pretrained(
+        resolve(target), revision=target.revision, trust_remote_code=target.trust_remote_code
+    )
+
+
+def load_target(target: TargetConfig, device: torch.device) -> nn.Module:
+    """The frozen model in eval mode on ``device``.
+
+    ``target.dtype=auto`` is bfloat16 on a GPU and float32 on a CPU, where it makes greedy decoding
+    in blocks and one by one agree.
+    """
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(
+        resolve(target),
+        revision=target.revision,
+        trust_remote_code=target.trust_remote_code,
+        dtype=dtypes.get(target.dtype, automatic),
+        attn_implementation=target.attention,
+    )
+    return model.to(device).eval().requires_grad_(False)
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of the language model, also inside a multimodal model.
+
+    Raises:
+        UserError: no list of as many layers as the text config says.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    language = [m for name, m in model.named_modules() if "language_model" in name and m in lists]
+    found = language or lists
+    if not found:
+        raise UserError(f"{type(model).__name__}: no list of {count} decoder layers was found")
+    return found[0]
+
+
+def tapped_layers(model: nn.Module, layer_ids: list[int]) -> list[nn.Module]:
+    """The decoder layers whose outputs are the target hidden states, in the order of the ids."""
+    layers = decoder_layers(model)
+    return [layers[index] for index in layer_ids]
+
+
+class _Stop(Exception):
+    """Ends a forward behind the deepest layer that is needed."""
+
+
+@contextmanager
+def capturing(model: nn.Module, layer_ids: list[int], stop: bool) -> Iterator[list[Tensor]]:
+    """Collect the outputs of the tapped layers of one forward: n tensors ``[B, S, H]``.
+
+    A layer's output is ``output_hidden_states[id + 1]`` of the same forward. With ``stop`` the
+    forward ends behind the deepest layer, by an exception that this context swallows.
+    """
+    outputs: list[Tensor] = []
+    layers = tapped_layers(model, layer_ids)
+
+    def keep(module: nn.Module, _: object, output: Tensor | tuple) -> None:
+        outputs.append(output if isinstance(output, Tensor) else output[0])
+        if stop and module is layers[-1]:
+            raise _Stop
+
+    handles = [layer.register_forward_hook(keep) for layer in layers]
+    try:
+        yield outputs
+    except _Stop:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class FeatureExtractor:
+    """Fills frames with the hidden states of a frozen target.
+
+    Args:
+        model: the target, on the device of the frames.
+        layer_ids: increasing decoder layer numbers without the last one.
+        final: also take the input of the LM head (needs the whole depth).
+    """
+
+    def __init__(self, model: nn.Module, layer_ids: list[int], final: bool = False) -> None:
+        self.model = model
+        self.layer_ids = layer_ids
+        self.final = final
+        self.backbone = model.get_decoder()
+        self.packs = isolates_documents(model, layer_ids)
+
+    @torch.no_grad()
+    def fill(self, frame: FeatureBatch) -> None:
+        """Write ``hidden_states`` (and ``final_hidden``) of ``frame`` from its own token ids.
+
+        Documents do not see each other: their restarting positions mask them in one row, or, for
+        an architecture that cannot do that, every document is a row of its own.
+        """
+        tokens = int((frame.document_ids >= 0).sum())
+        if tokens == 0:
+            return
+        if self.packs:
+            row = slice(0, tokens)
+            ids, positions = frame.input_ids[None, row].long(), frame.position_ids[None, row].long()
+            hidden, final = self._forward(ids, None, positions)
+            self._write(
+                frame, row, [state[0] for state in hidden], final[0] if self.final else None
+            )
+            return
+        for rows, length in padded_rows(frame.document_ids[:tokens]):
+            ids = torch.zeros(len(rows), length, dtype=torch.long, device=frame.input_ids.device)
+            mask = torch.zeros_like(ids)
+            for index, row in enumerate(rows):
+                ids[index, : row.stop - row.start] = frame.input_ids[row]
+                mask[index, : row.stop - row.start] = 1
+            hidden, final = self._forward(ids, mask, None)
+            for index, row in enumerate(rows):
+                size = row.stop - row.start
+                states = [state[index, :size] for state in hidden]
+                self._write(frame, row, states, final[index, :size] if self.final else None)
+
+    def _forward(
+        self, ids: Tensor, mask: Tensor | None, positions: Tensor | None
+    ) -> tuple[list[Tensor], Tensor]:
+        output = None
+        with capturing(self.model, self.layer_ids, stop=not self.final) as hidden:
+            output = self.backbone(
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+            )
+        return hidden, output.last_hidden_state if self.final else hidden[-1]
+
+    def _write(
+        self, frame: FeatureBatch, row: slice, hidden: list[Tensor], final: Tensor | None
+    ) -> None:
+        width = hidden[0].shape[-1]
+        for index, state in enumerate(hidden):
+            frame.hidden_states[row, index * width : (index + 1) * width].copy_(state)
+        if final is not None and frame.final_hidden is not None:
+            frame.final_hidden[row].copy_(final)
+
+
+def padded_rows(document_ids: Tensor) -> list[tuple[list[slice], int]]:
+    """Group the documents of a row into batches of rows padded to one bucketed length.
+
+    Args:
+        document_ids: ``[S]`` without padding.
+
+    Returns:
+        ``(rows, length)`` pairs: slices of the packed row, and the padded length, a multiple of
+        ``PADDED_ROW_MULTIPLE``; at most ``PADDED_TOKENS`` padded tokens a batch (or one row).
+    """
+    counts = torch.unique_consecutive(document_ids, return_counts=True)[1].tolist()
+    buckets: dict[int, list[slice]] = {}
+    start = 0
+    for count in counts:
+        length = -(-count // PADDED_ROW_MULTIPLE) * PADDED_ROW_MULTIPLE
+        buckets.setdefault(length, []).append(slice(start, start + count))
+        start += count
+    batches = []
+    for length, rows in sorted(buckets.items()):
+        per_batch = max(1, PADDED_TOKENS // length)
+        batches += [(rows[i : i + per_batch], length) for i in range(0, len(rows), per_batch)]
+    return batches
+
+
+@torch.no_grad()
+def isolates_documents(model: nn.Module, layer_ids: list[int]) -> bool:
+    """Whether documents packed in one row with restarting positions cannot see each other.
+
+    Linear-attention and recurrent layers carry a state over the boundary: decided by the config.
+    Everything else is tried out: two short documents in one row against the second one alone.
+    """
+    text = model.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
+        return False
+    device = next(model.parameters()).device
+    # Token ids that exist in every vocabulary; what they say does not matter.
+    ids = torch.arange(2, 26, device=device)[None] % text.vocab_size
+    positions = torch.cat([torch.arange(12), torch.arange(12)]).to(device)[None]
+    decoder = model.get_decoder()
+    with capturing(model, layer_ids, stop=True) as packed:
+        decoder(input_ids=ids, position_ids=positions, use_cache=False)
+    with capturing(model, layer_ids, stop=True) as alone:
+        decoder(input_ids=ids[:, 12:], position_ids=positions[:, 12:], use_cache=False)
+    scale = alone[-1].float().abs().mean()
+    leak = (packed[-1][:, 12:] - alone[-1]).float().abs().mean() / scale
+    if leak > LEAK_TOLERANCE:
+        log.warning(
+            "%s mixes documents packed in one row (relative difference %.1e): the target runs "
+            "padded rows instead",
+            type(model).__name__,
+            float(leak),
+        )
+        return False
+    return True

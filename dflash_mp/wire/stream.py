@@ -1,0 +1,298 @@
+"""The stream of frames: claims, credits, announcements, rings, and the threads that move bytes.
+
+Protocol, for frame ``k`` of drafter ``d`` (all keys live in the launcher's store):
+
+1. A target claims the next frame of its node: ``claim/<node>`` (atomic add), writes it into one
+   of its own ``SENDER_SLOTS`` slots.
+2. Its sender thread waits for the credit ``free/<d>/<k - W>``: the drafter has consumed the frame
+   that used slot ``k % W`` before. It announces ``ann/<d>/<k>`` and sends.
+3. The drafter's receiver thread waits for the announcement, receives into slot ``k % W`` and hands
+   the frame to the main thread, which gives the credit ``free/<d>/<k>`` when it asks for the next.
+
+Invariants:
+
+- A slot has one owner at a time: in a target main thread -> sender thread -> main thread (two
+  queues), in a drafter receiver thread -> main thread -> the credit.
+- Memory is bounded by W slots a drafter and ``SENDER_SLOTS`` a target, whatever the speeds: no
+  payload is sent without its credit.
+- No deadlock: claims are handed out in the order of consumption and a target sends in the order
+  of its claims, so the lowest undelivered frame always has its slot and is never behind another.
+- Every wait ends: on its key, on an error in the helper thread (passed on by the queue), or after
+  ``timeout`` with an error that names what was missing.
+- Helper threads call no model and no compiled code.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dflash_mp.cast import TARGET, Cast
+from dflash_mp.features import FeatureBatch
+from dflash_mp.wire.edge import DRAFTER_END, TARGET_END, Edge
+from dflash_mp.wire.frame import FrameError, Header, Layout
+from dflash_mp.wire.plan import Frame, Kind, Plan
+
+SENDER_SLOTS = 2
+
+
+class StreamError(Exception):
+    """The stream cannot go on: a frame or a credit did not come."""
+
+
+class Clock:
+    """Seconds spent per label; one instance may be used by several threads."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def add(self, label: str, seconds: float) -> None:
+        """Add ``seconds`` to ``label``."""
+        with self._lock:
+            self.seconds[label] = self.seconds.get(label, 0.0) + seconds
+
+
+class Helper:
+    """A thread whose exception is raised in the main thread at its next look into ``inbox``."""
+
+    def __init__(self, name: str, work: Callable[[], None], inbox: queue.Queue) -> None:
+        self.inbox = inbox
+        self.work = work
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.work()
+        except BaseException as error:
+            self.inbox.put(error)
+
+    def take(self) -> object:
+        """The next item for the main thread; raises what the helper raised."""
+        item = self.inbox.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+
+def open_edges(cast: Cast, timeout: timedelta) -> dict[int, Edge]:
+    """Connect this rank with every rank of the other role on its node; keys are role ranks.
+
+    Participants: all ranks of the node. Edges are built and warmed in one global order.
+    """
+    place = cast.place
+    mine = place.role_rank
+    edges = {}
+    first_target = place.node * place.targets_per_node
+    first_drafter = place.node * place.drafters_per_node
+    for target in range(first_target, first_target + place.targets_per_node):
+        for drafter in range(first_drafter, first_drafter + place.drafters_per_node):
+            is_target = place.role == TARGET
+            if mine != (target if is_target else drafter):
+                continue
+            end = TARGET_END if is_target else DRAFTER_END
+            edge = Edge(target, drafter, end, cast.store, cast.device, timeout)
+            edge.warm()
+            edges[drafter if is_target else target] = edge
+    return edges
+
+
+def recorded(buffer: Tensor) -> torch.cuda.Event | None:
+    """An event behind all work queued so far on the buffer's GPU; ``None`` on the CPU."""
+    if not buffer.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(buffer.device))
+    return event
+
+
+def await_key(store: dist.Store, key: str, timeout: timedelta, missing: str) -> None:
+    """Wait for ``key``; raises ``StreamError(missing)`` when it does not come in time."""
+    try:
+        store.wait([key], timeout)
+    except dist.DistStoreError:
+        raise StreamError(
+            f"{missing} did not come within {timeout.total_seconds():g} s (wire.timeout_s)"
+        ) from None
+
+
+class Sender:
+    """The target's end: claims frames, lends slots to the forward, sends them in the background."""
+
+    def __init__(
+        self,
+        cast: Cast,
+        plan: Plan,
+        layout: Layout,
+        slots: int,
+        edges: dict[int, Edge],
+        timeout: timedelta,
+    ) -> None:
+        self.place, self.plan, self.layout, self.credit = cast.place, plan, layout, slots
+        self.edges, self.timeout = edges, timeout
+        self.clock = Clock()
+        self._claims = cast.client()
+        self._store = cast.client()
+        self._outbox: queue.Queue[tuple[Tensor, Frame, torch.cuda.Event | None] | None]
+        self._outbox = queue.Queue()
+        self._free: queue.Queue = queue.Queue()
+        for _ in range(SENDER_SLOTS):
+            self._free.put(layout.allocate(cast.device))
+        self._helper = Helper("sender", self._send_all, self._free)
+
+    def claims(self) -> Iterator[Frame]:
+        """The frames that fall to this target, PAD left out, until the plan is used up."""
+        node = self.place.node
+        while True:
+            count = self._claims.add(f"claim/{node}", 1) - 1
+            frame = self.plan.claim(count, node, self.place.drafters_per_node)
+            if frame is None:
+                return
+            if frame.kind is not Kind.PAD:
+                yield frame
+
+    def slot(self) -> Tensor:
+        """A free slot (``[nbytes]`` uint8); blocks while both are being sent."""
+        start = time.perf_counter()
+        slot = self._helper.take()
+        self.clock.add("send_wait", time.perf_counter() - start)
+        assert isinstance(slot, Tensor)
+        return slot
+
+    def submit(self, slot: Tensor, frame: Frame) -> None:
+        """Hand a filled slot over; the caller must not touch it any more."""
+        self._outbox.put((slot, frame, recorded(slot)))
+
+    def finish(self) -> None:
+        """Wait until everything submitted has been sent."""
+        self._outbox.put(None)
+        for _ in range(SENDER_SLOTS):
+            self._helper.take()
+        self._helper.thread.join()
+
+    def _send_all(self) -> None:
+        while (item := self._outbox.get()) is not None:
+            slot, frame, filled = item
+            if filled is not None:
+                # Announced earlier, the drafter's receive would spin through the whole forward.
+                filled.synchronize()
+            start = time.perf_counter()
+            self._await_credit(frame)
+            credited = time.perf_counter()
+            header = Header(
+                source=self.place.role_rank,
+                drafter=frame.drafter,
+                k=frame.k,
+                kind=frame.kind.value,
+                number=frame.number,
+                nbytes=slot.numel(),
+            )
+            self._store.set(f"ann/{frame.drafter}/{frame.k}", header.pack())
+            self.edges[frame.drafter].put(slot)
+            self.clock.add("credit_wait", credited - start)
+            self.clock.add("send", time.perf_counter() - credited)
+            self._free.put(slot)
+
+    def _await_credit(self, frame: Frame) -> None:
+        earlier = frame.k - self.credit
+        if earlier < 0:
+            return
+        key = f"free/{frame.drafter}/{earlier}"
+        await_key(
+            self._store,
+            key,
+            self.timeout,
+            f"{self.place.name}: credit of drafter{frame.drafter} for frame {frame.k}",
+        )
+        self._store.delete_key(key)
+
+
+class Receiver:
+    """The drafter's end: receives frames in order in the background, W slots ahead."""
+
+    def __init__(
+        self,
+        cast: Cast,
+        plan: Plan,
+        layout: Layout,
+        slots: int,
+        edges: dict[int, Edge],
+        timeout: timedelta,
+    ) -> None:
+        self.place, self.plan, self.layout = cast.place, plan, layout
+        self.edges, self.timeout = edges, timeout
+        self.clock = Clock()
+        self.bytes = 0
+        self._ring = [layout.allocate(cast.device) for _ in range(slots)]
+        self._padding = layout.view(layout.allocate(cast.device), -1)
+        self._padding.document_ids.fill_(-1)
+        self._ready_store = cast.client()
+        self._credit_store = cast.client()
+        self._done: queue.Queue[tuple[int, torch.cuda.Event | None] | None] = queue.Queue()
+        self._ready: queue.Queue = queue.Queue()
+        self._pump = Helper("receiver", self._receive_all, self._ready)
+        self._releaser = Helper("credits", self._release_all, self._ready)
+
+    def __iter__(self) -> Iterator[tuple[Frame, FeatureBatch]]:
+        """All frames of this drafter in the plan's order.
+
+        PAD comes as a batch without documents. A batch is valid until the next one is asked for.
+        """
+        for frame in self.plan.received(self.place.role_rank):
+            start = time.perf_counter()
+            slot = self._pump.take()
+            self.clock.add("recv_wait", time.perf_counter() - start)
+            if isinstance(slot, Tensor):
+                yield frame, self.layout.view(slot, frame.number)
+            else:
+                yield frame, self._padding
+            self._done.put((frame.k, recorded(self._ring[0])))
+        self._done.put(None)
+        self._releaser.thread.join()
+
+    def _receive_all(self) -> None:
+        me = self.place
+        for frame in self.plan.received(me.role_rank):
+            if frame.kind is Kind.PAD:
+                self._ready.put(None)
+                continue
+            key = f"ann/{frame.drafter}/{frame.k}"
+            await_key(
+                self._ready_store,
+                key,
+                self.timeout,
+                f"{me.name}: frame {frame.k} (micro-batch {frame.number})",
+            )
+            header = Header.unpack(self._ready_store.get(key), me.name)
+            self._ready_store.delete_key(key)
+            slot = self._ring[frame.k % len(self._ring)]
+            check(header, frame, slot.numel(), me.name)
+            start = time.perf_counter()
+            self.edges[header.source].land(slot)
+            self.clock.add("receive", time.perf_counter() - start)
+            self.bytes += header.nbytes
+            self._ready.put(slot)
+
+    def _release_all(self) -> None:
+        while (item := self._done.get()) is not None:
+            k, event = item
+            if event is not None:
+                event.synchronize()
+            self._credit_store.set(f"free/{self.place.role_rank}/{k}", b"")
+
+
+def check(header: Header, frame: Frame, nbytes: int, reader: str) -> None:
+    """Raise ``FrameError`` unless ``header`` announces ``frame`` with ``nbytes`` of payload."""
+    announced = (header.drafter, header.k, header.kind, header.number, header.nbytes)
+    expected = (frame.drafter, frame.k, frame.kind.value, frame.number, nbytes)
+    if announced != expected:
+        raise FrameError(
+            f"{reader}: target{header.source} announced (drafter, k, kind, number, nbytes) = "
+            f"{announced}, expected {expected}"
+        )
