@@ -1,0 +1,68 @@
+"""The frame around every ``python -m dflash_mp.<command>``: Hydra in, one readable line out.
+
+A user's mistake ends with one line and exit code 2, no traceback; under torchrun the same line
+stands in its report. Any other exception keeps its traceback.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from dflash_mp.config import UserError, config_dir, explain, to_config
+
+USER_ERROR = 2
+ConfigT = TypeVar("ConfigT")
+
+
+def run_command(name: str, kind: type[ConfigT], work: Callable[[ConfigT, Path], None]) -> None:
+    """Compose ``conf/<name>.yaml`` with the command line and call ``work(config, folder)``.
+
+    Args:
+        name: the root configuration.
+        kind: its dataclass.
+        work: gets the validated configuration and Hydra's output folder of this job.
+    """
+    # Hydra would print its own report and swallow the exception otherwise.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+
+    @hydra.main(version_base="1.3", config_path=config_dir(), config_name=name)
+    def task(raw: DictConfig) -> None:
+        work(to_config(raw, kind), Path(HydraConfig.get().runtime.output_dir))
+
+    try:
+        task()
+    except UserError as error:
+        fail(str(error))
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
+        fail(explain(f"{error}\n{cause or ''}", kind))
+
+
+def fail(message: str) -> NoReturn:
+    """Leave with ``message`` as the last line; the ranks say it once."""
+    # Every rank finds the same mistake in the same configuration; rank 0 speaks for all. A
+    # mistake that only one rank can see was said by that rank inside the job (``say``).
+    if message and os.environ.get("RANK", "0") == "0":
+        say(message)
+    raise SystemExit(USER_ERROR)
+
+
+def say(message: str) -> None:
+    """Print one line for the user, and leave it where torchrun's report looks for it."""
+    sys.stderr.write(f"dflash_mp: {message}\n")
+    sys.stderr.flush()
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        report = {"message": {"message": message, "extraInfo": extra}}
+        Path(error_file).write_text(json.dumps(report))

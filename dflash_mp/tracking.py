@@ -1,0 +1,139 @@
+"""What a run tells: progress line, trackers, metrics.jsonl, plots, the run folder's facts."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from tqdm import tqdm
+
+import dflash_mp
+
+METRICS = "metrics.jsonl"
+
+
+class Tracker:
+    """Writes on the main drafter rank; does nothing on the other ranks.
+
+    Args:
+        accelerator: set up with the trackers of the run.
+        folder: the run folder.
+        steps: optimizer steps of the run.
+        first_step: steps done before.
+        config: what the trackers store as the run's settings (flat values).
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, folder: Path, steps: int, first_step: int,
+        config: dict[str, Any],
+    ) -> None:
+        self.main = accelerator.is_main_process
+        self.accelerator = accelerator
+        self.start = time.perf_counter()
+        accelerator.init_trackers("dflash_mp", config)
+        if not self.main:
+            return
+        self.path = folder / METRICS
+        # Short lines at an interval where nobody sees a bar move.
+        live = sys.stderr.isatty()
+        self.bar = tqdm(
+            total=steps, initial=first_step, unit="step", desc="train", dynamic_ncols=True,
+            mininterval=0.5 if live else 15, file=sys.stderr,
+        )
+
+    def show(self, step: int, shown: dict[str, str]) -> None:
+        """Move the progress line to ``step``."""
+        if self.main:
+            self.bar.set_postfix(shown, refresh=False)
+            self.bar.update(step - self.bar.n)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Send ``values`` to the trackers and append them to metrics.jsonl."""
+        self.accelerator.log(values, step=step)
+        if self.main:
+            seconds = round(time.perf_counter() - self.start, 3)
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": step, "seconds": seconds, **values}) + "\n")
+
+    def close(self) -> None:
+        """Finish the line and the trackers."""
+        if self.main:
+            self.bar.close()
+        self.accelerator.end_training()
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """The rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+
+
+def run_facts() -> dict[str, Any]:
+    """Versions, commit and command of this run: what somebody needs to repeat it."""
+    packages = ("torch", "transformers", "accelerate", "datasets", "safetensors", "hydra-core")
+    return {
+        "command": [sys.executable, *sys.orig_argv[1:]],
+        "commit": git_commit(),
+        "dflash_mp": dflash_mp.__version__,
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in packages},
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout this package runs from; None outside of one. ``+`` marks changes."""
+    source = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(source), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) != source.parent:
+            return None
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def plot(folder: Path) -> list[Path]:
+    """Draw loss.png and acceptance.png from metrics.jsonl; returns the files written."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = read_metrics(folder)
+    charts = {
+        "loss.png": {"train/loss": "training", "eval/loss": "held out"},
+        "acceptance.png": {
+            "eval/acceptance_length": "simulated (walk)",
+            "eval/decoded_acceptance_length": "decoded",
+            "eval/uniform_anchor_length": "uniform anchors (not an acceptance length)",
+        },
+    }
+    written = []
+    for name, series in charts.items():
+        figure, axes = pyplot.subplots(figsize=(7, 4), constrained_layout=True)
+        for key, label in series.items():
+            points = [(row["step"], row[key]) for row in rows if key in row]
+            if points:
+                steps, values = zip(*points, strict=True)
+                axes.plot(steps, values, label=label, marker="o" if len(points) < 40 else None)
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel(name.removesuffix(".png"))
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(folder / name, dpi=120)
+        pyplot.close(figure)
+        written.append(folder / name)
+    return written
