@@ -1,1 +1,1 @@
-"""The draft model: config, blocks, attention, layers, the frozen head it borrows."""
+"""The draft model: its shape, its blocks, its attention and its files."""

@@ -1,0 +1,91 @@
+"""The loss of one micro-batch: anchors, blocks, draft layers, frozen head, weighted sum.
+
+Legend: A blocks, B block size, R supervised rows, H hidden size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dflash_mp.config import DrafterConfig, LossConfig
+from dflash_mp.drafter.anchors import make_blocks, sample_anchors
+from dflash_mp.drafter.frozen_head import FrozenHead
+from dflash_mp.features import FeatureBatch
+from dflash_mp.losses import dpace_weights, head_cross_entropy, position_weights
+
+DEFAULT_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """Sums over one micro-batch; nothing is divided before all of a step's are added up."""
+
+    loss: Tensor
+    """Scalar: sum over supervised slots of weight times cross-entropy, with its graph."""
+
+    counts: Tensor
+    """``[5]`` float64, detached: loss, weight, correct slots, supervised slots, tokens."""
+
+
+def decay_gamma(loss: LossConfig, block_size: int) -> float:
+    """``loss.gamma``, or the paper's choice for the block size (section 4 of arXiv 2602.06036)."""
+    return loss.gamma or DEFAULT_GAMMA.get(block_size, block_size / 2)
+
+
+def batch_loss(
+    model: nn.Module,
+    head: FrozenHead,
+    batch: FeatureBatch,
+    mask_token_id: int,
+    drafter: DrafterConfig,
+    loss: LossConfig,
+    seed: int,
+) -> BatchLoss:
+    """Weighted loss sum of ``batch``; PAD (no documents) gives zero with a complete graph.
+
+    The anchors are a function of ``seed`` and ``batch.number``.
+    """
+    anchors, valid = sample_anchors(batch, drafter.anchors_per_batch, seed)
+    blocks = make_blocks(batch, anchors, valid, drafter.block_size, mask_token_id)
+    hidden = model(
+        head.embed(blocks.input_ids), batch.hidden_states, batch.position_ids, blocks
+    )  # [A, B, H]
+    supervised = blocks.supervised  # [A, B]
+    # On a GPU a gather of variable size would wait for the device: there all slots but the anchor
+    # go to the head, with weight zero where nothing is supervised.
+    rows = supervised if hidden.device.type == "cpu" else every_slot(supervised)
+    ce_rows, correct_rows = head_cross_entropy(
+        hidden[rows], head.weight, blocks.labels[rows], loss.rows_per_chunk
+    )  # [R]
+    weights = supervised.float()  # [A, B]
+    if loss.kind == "dpace":
+        ce = torch.zeros_like(weights)
+        ce[rows] = ce_rows.detach()
+        weights = dpace_weights(ce, supervised, loss.dpace_alpha)
+        total = supervised.sum()
+    else:
+        gamma = decay_gamma(loss, drafter.block_size)
+        weights = weights * position_weights(drafter.block_size, gamma).to(weights.device)
+        total = weights.sum()
+    # The second term keeps every parameter in the graph when nothing is supervised.
+    value = (weights[rows] * ce_rows).sum() + 0.0 * hidden.float().sum()
+    correct = (correct_rows & supervised[rows]).sum()
+    tokens = (batch.document_ids >= 0).sum()
+    counts = torch.stack(
+        [
+            value.detach().double(),
+            total.double(),
+            correct.double(),
+            supervised.sum().double(),
+            tokens.double(),
+        ]
+    )
+    return BatchLoss(value, counts)
+
+
+def every_slot(supervised: Tensor) -> Tensor:
+    """``[A, B]`` bool: all slots but the anchor's."""
+    slots = torch.ones_like(supervised)
+    slots[:, 0] = False
+    return slots

@@ -1,0 +1,213 @@
+"""Objectives over the frozen LM head, without ever holding the logits of a whole batch.
+
+Rows are hidden states of supervised block slots. Each objective is one value per row; weighting
+and normalising them is the caller's business. The head is frozen, so the gradient of a row's loss
+with respect to its hidden state is made in the forward, chunk by chunk, and only scaled in the
+backward: two passes over the head in all.
+
+Legend: R rows, H hidden size, V vocabulary, A blocks, B block size.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+KINDS = ("ce", "kl", "tv", "ce+kl")
+
+
+class RowLoss(NamedTuple):
+    """What the head says about each row."""
+
+    loss: Tensor
+    """``[R]`` fp32, differentiable with respect to the hidden rows."""
+
+    correct: Tensor
+    """``[R]`` bool, True where the most likely token is the label."""
+
+
+class HeadRows(NamedTuple):
+    """Rows and the frozen head they go through."""
+
+    hidden: Tensor
+    """``[R, H]`` drafter hidden states, after its final norm."""
+
+    weight: Tensor
+    """``[V, H]`` frozen LM head; its dtype is that of both matrix products."""
+
+    labels: Tensor | None = None
+    """``[R]`` int64 tokens; None takes the target's most likely token as the label."""
+
+    target_hidden: Tensor | None = None
+    """``[R, H]`` input of the target's head at the position *before* the label."""
+
+    softcap: float | None = None
+    """``c`` of logits ``c * tanh(logits / c)`` (Gemma), or None."""
+
+
+def head_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, rows_per_chunk: int = 512
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of ``labels [R]`` under ``softmax(hidden [R, H] @ weight [V, H].T)``.
+
+    Returns:
+        ``ce [R]`` fp32, differentiable with respect to ``hidden``, and ``correct [R]`` bool.
+    """
+    row_loss = head_loss(HeadRows(hidden, weight, labels), "ce", rows_per_chunk)
+    return row_loss.loss, row_loss.correct
+
+
+def head_loss(rows: HeadRows, kind: str, rows_per_chunk: int = 512) -> RowLoss:
+    """One objective per row, in chunks of ``rows_per_chunk`` rows.
+
+    With ``q`` the drafter's distribution and ``p`` the target's (from ``target_hidden``):
+
+    * ``ce``: ``-log q[label]``;
+    * ``kl``: ``sum p (log p - log q)``;
+    * ``tv``: ``1 - sum min(p, q)``, the probability that rejection sampling refuses the draft;
+    * ``ce+kl``: their sum.
+
+    Raises:
+        ValueError: unknown ``kind``, or the rows lack what it needs.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"unknown objective {kind!r}: must be one of {', '.join(KINDS)}")
+    soft = kind != "ce"
+    if (soft or rows.labels is None) and rows.target_hidden is None:
+        raise ValueError(f"objective {kind!r} needs target_hidden")
+    loss, correct = _HeadLoss.apply(rows.hidden, rows, kind, rows_per_chunk)
+    return RowLoss(loss, correct)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, rows: HeadRows, kind: str, rows_per_chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        wanted = ctx.needs_input_grad[0]
+        count = hidden.shape[0]
+        loss = torch.empty(count, dtype=torch.float32, device=hidden.device)  # [R]
+        correct = torch.empty(count, dtype=torch.bool, device=hidden.device)  # [R]
+        gradient = torch.empty_like(hidden) if wanted else None  # [R, H]
+        weight = _compute_weight(rows.weight)
+        for first in range(0, count, rows_per_chunk):
+            chunk = slice(first, first + rows_per_chunk)
+            labels = None if rows.labels is None else rows.labels[chunk]
+            target = None
+            if rows.target_hidden is not None:
+                target = _logits(rows.target_hidden[chunk], weight, rows.softcap)  # [r, V]
+                labels = target.argmax(dim=-1) if labels is None else labels
+            assert labels is not None
+            logits = _logits(hidden[chunk], weight, rows.softcap)  # [r, V]
+            slope = _softcap_slope(logits, rows.softcap) if wanted else None
+            correct[chunk] = logits.argmax(dim=-1) == labels
+            loss[chunk], by_logits = _objective(kind, logits, labels, target)
+            if gradient is not None:
+                if slope is not None:
+                    by_logits.mul_(slope)
+                with torch.autocast(hidden.device.type, enabled=False):
+                    gradient[chunk] = by_logits.to(weight.dtype) @ weight
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * gradients[0][:, None].to(gradient.dtype), None, None, None
+
+
+def _compute_weight(weight: Tensor) -> Tensor:
+    """The head in the dtype of its matrix products: autocast's where it is on, else its own."""
+    kind = weight.device.type
+    if torch.is_autocast_enabled(kind):
+        return weight.to(torch.get_autocast_dtype(kind))
+    return weight
+
+
+def _logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
+    """``[r, V]`` fp32."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = F.linear(hidden.to(weight.dtype), weight).float()
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _softcap_slope(logits: Tensor, softcap: float | None) -> Tensor | None:
+    """Derivative of the softcap, from its result: ``1 - (logits / c) ** 2``."""
+    return None if softcap is None else 1 - (logits / softcap).square()
+
+
+def _objective(
+    kind: str, logits: Tensor, labels: Tensor, target: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Loss ``[r]`` and its gradient by logits ``[r, V]``; may overwrite ``logits``."""
+    if kind == "ce":
+        return _cross_entropy(logits, labels)
+    assert target is not None
+    log_p = target.log_softmax(dim=-1)  # [r, V]
+    log_q = logits.log_softmax(dim=-1)  # [r, V]
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "tv":
+        return _total_variation(p, q)
+    loss = (p * (log_p - log_q)).sum(dim=-1)
+    by_logits = q - p
+    if kind == "ce+kl":
+        loss = loss - log_q.gather(1, labels[:, None])[:, 0]
+        by_logits.add_(q).scatter_add_(1, labels[:, None], -torch.ones_like(q[:, :1]))
+    return loss, by_logits
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """In place: one fp32 buffer of the chunk is all the memory this takes."""
+    logits.sub_(logits.amax(dim=-1, keepdim=True))
+    chosen = logits.gather(1, labels[:, None])  # [r, 1]
+    total = logits.exp_().sum(dim=-1, keepdim=True)  # [r, 1]
+    loss = (total.log() - chosen)[:, 0]
+    probabilities = logits.div_(total)
+    return loss, probabilities.scatter_add_(1, labels[:, None], -torch.ones_like(total))
+
+
+def _total_variation(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """``d/dz_i -sum min(p, q) = q_i * (sum_{q < p} q - [q_i < p_i])``."""
+    below = (q < p).to(q.dtype)  # [r, V]
+    loss = 1 - torch.minimum(p, q).sum(dim=-1)
+    return loss, q * ((q * below).sum(dim=-1, keepdim=True) - below)
+
+
+def position_weights(
+    block_size: int, gamma: float | None, device: torch.device | str | None = None
+) -> Tensor:
+    """Weight of each block slot: ``exp(-(k - 1) / gamma)``, ones for ``gamma=None``.
+
+    Slot 0, the anchor, is never supervised; its weight is 0. DFlash paper, equation 4.
+
+    Returns:
+        ``[B]`` fp32.
+    """
+    slot = torch.arange(block_size, dtype=torch.float32, device=device)
+    weights = torch.ones_like(slot) if gamma is None else torch.exp(-(slot - 1) / gamma)
+    weights[0] = 0.0
+    return weights
+
+
+def dpace_weights(ce: Tensor, supervised: Tensor, alpha: float) -> Tensor:
+    """D-PACE: weight each slot by the expected number of slots its acceptance opens up.
+
+    With ``q_j = exp(-ce_j)``, ``s_j = (1 - alpha) q_j + alpha`` (1 at unsupervised slots) and
+    ``P_m = prod_{i <= m} s_i``, slot ``j`` weighs ``sum_{m >= j} P_m`` over supervised ``m``
+    (SpecForge ``dpace``, speculators). No gradient flows through the weights.
+
+    Args:
+        ce: ``[A, B]`` cross-entropy; values at unsupervised slots are ignored.
+        supervised: ``[A, B]`` bool.
+        alpha: in (0, 1]; 1 weighs by the number of supervised slots left.
+
+    Returns:
+        ``[A, B]`` fp32, 0 at unsupervised slots.
+    """
+    confidence = (1 - alpha) * torch.exp(-ce.detach().float()) + alpha
+    confidence = torch.where(supervised, confidence, 1.0)
+    reached = confidence.cumprod(dim=-1) * supervised  # [A, B]
+    continuation = reached.flip(-1).cumsum(-1).flip(-1)  # [A, B]
+    return continuation * supervised
