@@ -60,8 +60,8 @@ class BlockCounts:
     uniform_run_total: Tensor
     walk_committed_sum: Tensor
     walk_committed_total: Tensor
-    walk_document_mean_sum: Tensor
-    walk_document_mean_total: Tensor
+    walk_response_mean_sum: Tensor
+    walk_response_mean_total: Tensor
     walk_histogram: Tensor
 
     def __add__(self, other: "BlockCounts") -> "BlockCounts":
@@ -78,9 +78,9 @@ class BlockCounts:
         return _ratio(self.walk_committed_sum, self.walk_committed_total)
 
     @property
-    def document_acceptance_length(self) -> float:
-        """Mean over documents of each document's own mean tokens per cycle."""
-        return _ratio(self.walk_document_mean_sum, self.walk_document_mean_total)
+    def response_acceptance_length(self) -> float:
+        """Mean over responses of each response's own mean tokens per cycle."""
+        return _ratio(self.walk_response_mean_sum, self.walk_response_mean_total)
 
     @property
     def uniform_anchor_length(self) -> float:
@@ -152,7 +152,7 @@ def block_counts(correct: Tensor, supervised: Tensor, cross_entropy: Tensor) -> 
 
 
 def walk_counts(committed: Sequence[int], block_size: int) -> BlockCounts:
-    """Counts of one document's walk; a document without a cycle counts nothing."""
+    """Counts of one response's walk; one without a cycle counts nothing."""
     if not committed:
         return empty_counts(block_size)
     cycles = torch.tensor(committed)
@@ -160,8 +160,8 @@ def walk_counts(committed: Sequence[int], block_size: int) -> BlockCounts:
     counted = {
         "walk_committed_sum": cycles.sum().reshape(1),
         "walk_committed_total": torch.tensor([len(committed)]),
-        "walk_document_mean_sum": torch.tensor([mean], dtype=torch.float64),
-        "walk_document_mean_total": torch.ones(1),
+        "walk_response_mean_sum": torch.tensor([mean], dtype=torch.float64),
+        "walk_response_mean_total": torch.ones(1),
         "walk_histogram": torch.bincount(cycles - 1, minlength=block_size),
     }
     return _with(block_size, counted)

@@ -92,10 +92,10 @@ def test_any_split_of_the_blocks_gives_the_same_counts():
     assert torch.allclose(parts.pack(), whole.pack(), rtol=1e-12)
 
 
-def test_walk_counts_pool_cycles_and_average_documents():
+def test_walk_counts_pool_cycles_and_average_responses():
     counts = walk_counts([4, 4], 4) + walk_counts([1, 1, 1, 1], 4) + walk_counts([], 4)
     assert counts.acceptance_length == pytest.approx(12 / 6)
-    assert counts.document_acceptance_length == pytest.approx((4 + 1) / 2)
+    assert counts.response_acceptance_length == pytest.approx((4 + 1) / 2)
     assert counts.walk_histogram.tolist() == [4, 0, 0, 2]
 
 
