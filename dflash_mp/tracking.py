@@ -30,7 +30,11 @@ class Tracker:
     """
 
     def __init__(
-        self, accelerator: Accelerator, folder: Path, steps: int, first_step: int,
+        self,
+        accelerator: Accelerator,
+        folder: Path,
+        steps: int,
+        first_step: int,
         config: dict[str, Any],
     ) -> None:
         self.main = accelerator.is_main_process
@@ -43,8 +47,13 @@ class Tracker:
         # Short lines at an interval where nobody sees a bar move.
         live = sys.stderr.isatty()
         self.bar = tqdm(
-            total=steps, initial=first_step, unit="step", desc="train", dynamic_ncols=True,
-            mininterval=0.5 if live else 15, file=sys.stderr,
+            total=steps,
+            initial=first_step,
+            unit="step",
+            desc="train",
+            dynamic_ncols=True,
+            mininterval=0.5 if live else 15,
+            file=sys.stderr,
         )
 
     def show(self, step: int, shown: dict[str, str]) -> None:

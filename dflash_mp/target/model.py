@@ -64,19 +64,23 @@ def load_tokenizer(target: TargetConfig):  # type: ignore[no-untyped-def]  # a t
     )
 
 
-def load_target(target: TargetConfig, device: torch.device) -> nn.Module:
-    """The frozen model in eval mode on ``device``.
+def target_dtype(target: TargetConfig, device: torch.device) -> torch.dtype:
+    """``target.dtype``; auto is bfloat16 on a GPU and float32 on a CPU.
 
-    ``target.dtype=auto`` is bfloat16 on a GPU and float32 on a CPU, where it makes greedy decoding
-    in blocks and one by one agree.
+    In float32 greedy decoding in blocks and one by one give the same text.
     """
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if target.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[target.dtype]
+
+
+def load_target(target: TargetConfig, device: torch.device) -> nn.Module:
+    """The frozen model in eval mode on ``device``."""
     model = AutoModelForCausalLM.from_pretrained(
         resolve(target),
         revision=target.revision,
         trust_remote_code=target.trust_remote_code,
-        dtype=dtypes.get(target.dtype, automatic),
+        dtype=target_dtype(target, device),
         attn_implementation=target.attention,
     )
     return model.to(device).eval().requires_grad_(False)

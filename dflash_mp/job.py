@@ -1,0 +1,107 @@
+"""What every rank of a run agrees on before it starts: data, plan, shapes.
+
+Built from the configuration and the prepared data alone, so all ranks build the same.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import Qwen3Config
+
+from dflash_mp.cast import Place
+from dflash_mp.config import TrainConfig, require
+from dflash_mp.data.corpus import Prepared
+from dflash_mp.data.order import Order
+from dflash_mp.data.packing import PackedBatch, collate, pack
+from dflash_mp.drafter.hf_config import default_layer_ids, make_drafter_config
+from dflash_mp.wire.frame import DTYPES, Layout
+from dflash_mp.wire.plan import Frame, Kind, Plan
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run."""
+
+    config: TrainConfig
+    folder: Path
+    place: Place
+    target_config: Any
+    drafter_config: Qwen3Config
+    prepared: Prepared
+
+    @property
+    def layer_ids(self) -> list[int]:
+        """Tapped target layers."""
+        return list(self.drafter_config.dflash_config["target_layer_ids"])
+
+    @property
+    def mask_token_id(self) -> int:
+        """Token of the slots to be drafted."""
+        return int(self.drafter_config.dflash_config["mask_token_id"])
+
+    @cached_property
+    def heldout_packs(self) -> list[np.ndarray]:
+        """Documents of each held-out micro-batch: the first ``evaluate.max_rows`` of the set."""
+        lengths = self.prepared.heldout.lengths[: self.config.evaluate.max_rows]
+        return pack(lengths, self.config.data.tokens_per_batch, 0, 0) if len(lengths) else []
+
+    @cached_property
+    def order(self) -> Order:
+        """Documents of each training micro-batch."""
+        data = self.config.data
+        return Order(self.prepared.train.lengths, data.tokens_per_batch, self.config.seed)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The order of frames."""
+        config = self.config
+        steps = config.steps
+        return Plan(
+            heldout=len(self.heldout_packs),
+            training=steps * config.micro_batches_per_step
+            if steps is not None
+            else self.order.end(config.epochs - 1),
+            per_step=config.micro_batches_per_step,
+            drafters=self.place.drafters,
+        )
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The shape of a frame."""
+        hidden = self.target_config.get_text_config().hidden_size
+        return Layout(
+            tokens=self.config.data.tokens_per_batch,
+            hidden_width=hidden * len(self.layer_ids),
+            final_width=0,
+            dtype=DTYPES[self.config.wire.dtype],
+        )
+
+    def batch(self, frame: Frame) -> PackedBatch:
+        """The tokens of a held-out or training frame."""
+        budget = self.config.data.tokens_per_batch
+        if frame.kind is Kind.HELDOUT:
+            return collate(self.prepared.heldout, self.heldout_packs[frame.number], budget)
+        return collate(self.prepared.train, self.order.documents(frame.number), budget)
+
+
+def choose_layer_ids(config: TrainConfig, target_config: Any) -> list[int]:
+    """``target.layer_ids``, or ``drafter.tapped_layers`` of them spread over the target."""
+    if config.target.layer_ids is not None:
+        return config.target.layer_ids
+    layers = target_config.get_text_config().num_hidden_layers
+    taps = config.drafter.tapped_layers
+    require(
+        taps <= layers - 1,
+        f"drafter.tapped_layers={taps}, but the target has {layers} layers and the last one "
+        "cannot be tapped",
+    )
+    return default_layer_ids(layers, taps)
+
+
+def drafter_config(config: TrainConfig, target_config: Any, mask_token_id: int) -> Qwen3Config:
+    """The draft model of this run."""
+    layer_ids = choose_layer_ids(config, target_config)
+    return make_drafter_config(target_config, config.drafter, layer_ids, mask_token_id)

@@ -1,0 +1,70 @@
+"""The main drafter's requests for real decoding, and what comes of the answers."""
+
+import json
+from datetime import timedelta
+from typing import Any
+
+from dflash_mp.cast import Cast
+from dflash_mp.drafter.checkpoint_format import save_drafter
+from dflash_mp.drafter.model import DFlashDraftModel
+from dflash_mp.job import Job
+from dflash_mp.roles.requests import Asking
+from dflash_mp.tracking import Tracker
+
+ANSWER_TIMEOUT = timedelta(days=1)
+
+
+class Decoding:
+    """Asks the targets to decode with the drafter as it is; does nothing on other drafters."""
+
+    def __init__(self, cast: Cast, job: Job, tracker: Tracker) -> None:
+        self.active = cast.place.is_main
+        prompts = min(job.config.evaluate.decode_prompts, len(job.prepared.heldout.lengths))
+        self.prompts = prompts
+        self.folder = job.folder / "decode"
+        self.tracker = tracker
+        self.asking = Asking(cast.client(), cast.place.targets_per_node, ANSWER_TIMEOUT)
+        self.summaries: dict[int, dict[str, Any]] = {}
+
+    def ask(self, model: DFlashDraftModel, step: int, max_new_tokens: int) -> None:
+        """Write the drafter and request its decoding."""
+        if self.active and self.prompts:
+            folder = self.folder / f"step-{step:06d}"
+            save_drafter(model, folder)
+            self.asking.ask(folder, step, max_new_tokens)
+
+    def collect(self, wait: bool) -> None:
+        """Log the answers that have come; with ``wait``, all that are still open."""
+        if not self.active:
+            return
+        for step, shares in self.asking.answers(wait):
+            results = sorted(
+                (row for share in shares for row in share), key=lambda r: r["document"]
+            )
+            path = self.folder / f"step-{step:06d}.json"
+            path.write_text("\n".join(json.dumps(row) for row in results) + "\n")
+            summary = summarize(results)
+            self.summaries[step] = summary
+            self.tracker.log(
+                step,
+                {
+                    "eval/decoded_acceptance_length": summary["acceptance_length"],
+                    "eval/decoded_greedy_share": summary["greedy"] / max(1, summary["prompts"]),
+                },
+            )
+
+    def end(self) -> None:
+        """Let the targets go."""
+        if self.active:
+            self.asking.end()
+
+
+def summarize(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pooled acceptance length (committed tokens over cycles) and how many prompts were greedy."""
+    committed = [count for row in results for count in row["committed"]]
+    return {
+        "prompts": len(results),
+        "cycles": len(committed),
+        "acceptance_length": sum(committed) / max(1, len(committed)),
+        "greedy": sum(row["greedy"] for row in results),
+    }

@@ -1,0 +1,83 @@
+"""Rates and shares of a running training: what the progress line and the trackers show."""
+
+import json
+import time
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from dflash_mp.cast import Cast
+from dflash_mp.job import Job
+from dflash_mp.wire.stream import Receiver
+
+
+class Meter:
+    """Adds up the counts of steps between two log lines, without waiting for the device."""
+
+    def __init__(self, cast: Cast, job: Job, receiver: Receiver) -> None:
+        self.store = cast.client()
+        self.targets = range(cast.place.targets_per_node)
+        self.main = cast.place.is_main
+        self.per_step = job.config.micro_batches_per_step
+        self.receiver = receiver
+        self.counts = torch.zeros(6, dtype=torch.float64, device=cast.device)
+        self.steps = 0
+        self.since = time.perf_counter()
+        self.waited = self._waited()
+        self.latest: dict[str, float] = {}
+        self.acceptance: float | None = None
+
+    def add(self, counts: Tensor) -> None:
+        """Add a step's ``[6]`` counts (see ``train_step``)."""
+        self.counts += counts
+        self.steps += 1
+
+    def values(self, accelerator: Accelerator, schedule: LambdaLR) -> dict[str, float]:
+        """Means since the last call; waits for the device."""
+        loss, weight, correct, supervised, tokens, norm = self.counts.tolist()
+        now, waited = time.perf_counter(), self._waited()
+        seconds = now - self.since
+        # Start-up is over when the first step is: what is before it counts nowhere.
+        self.latest = {
+            "train/loss": loss / max(weight, 1e-12),
+            "train/accuracy": correct / max(supervised, 1.0),
+            "train/grad_norm": norm / self.steps,
+            "train/lr": schedule.get_last_lr()[0],
+            "perf/tokens_per_s": tokens / seconds,
+            "perf/supervised_per_s": supervised / seconds,
+            "perf/steps_per_s": self.steps / seconds,
+            "perf/drafter_wait": (waited - self.waited) / seconds,
+        }
+        if (share := self._target_wait()) is not None:
+            self.latest["perf/target_wait"] = share
+        self.counts.zero_()
+        self.steps, self.since, self.waited = 0, now, waited
+        return dict(self.latest)
+
+    def shown(self) -> dict[str, str]:
+        """The progress line's fields, as of the last ``values``."""
+        if not self.latest:
+            return {}
+        shown = {"loss": f"{self.latest['train/loss']:.2f}"}
+        if self.acceptance is not None:
+            shown["accept"] = f"{self.acceptance:.2f}"
+        shown["tok/s"] = f"{self.latest['perf/tokens_per_s']:.0f}"
+        waits = [f"drafter {self.latest['perf/drafter_wait']:.0%}"]
+        if "perf/target_wait" in self.latest:
+            waits.append(f"target {self.latest['perf/target_wait']:.0%}")
+        shown["waiting"] = " ".join(waits)
+        return shown
+
+    def _waited(self) -> float:
+        return self.receiver.clock.seconds.get("recv_wait", 0.0)
+
+    def _target_wait(self) -> float | None:
+        """Share of time that this node's targets have waited for the wire since they started."""
+        keys = [f"clock/{target}" for target in self.targets]
+        if not self.main or not self.store.check(keys):
+            return None
+        clocks = [json.loads(self.store.get(key)) for key in keys]
+        waited = sum(clock.get("send_wait", 0.0) for clock in clocks)
+        return waited / max(sum(clock["elapsed"] for clock in clocks), 1e-9)
