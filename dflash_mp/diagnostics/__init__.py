@@ -1,0 +1,1 @@
+"""Why trainers that run one drafter per thread crash, shown on the installed torch."""
