@@ -146,6 +146,8 @@ def read_config(raw: dict[str, Any]) -> Qwen3Config:
     Raises:
         UserError: not a DFlash drafter, or one whose settings contradict each other.
     """
+    for key in _REQUIRED:
+        _need(raw.get(key), key)
     special = dict(raw.get("dflash_config") or {})
     block_size = raw.get("block_size", special.get("block_size"))
     _need(block_size, "block_size")
@@ -172,6 +174,16 @@ def read_config(raw: dict[str, Any]) -> Qwen3Config:
     check_mask_token_id(special["mask_token_id"], config.vocab_size)
     return config
 
+
+_REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+)
+"""Keys for which ``Qwen3Config`` would silently take the sizes of some 7B model."""
 
 _REWRITTEN = frozenset(
     [
@@ -238,6 +250,7 @@ def _sliding_fields(raw: dict[str, Any]) -> dict[str, Any]:
     )
     return {
         "layer_types": list(types),
+        "max_window_layers": raw.get("max_window_layers", layers),
         "use_sliding_window": slides,
         "sliding_window": window if slides else None,
     }
