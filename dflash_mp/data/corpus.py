@@ -1,0 +1,225 @@
+"""From configuration to tokenised data: prepared once, kept in a cache, mapped by every rank."""
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_mp.config import DataConfig
+from dflash_mp.data.documents import Corpus, empty_corpus, load_corpus, save_corpus, select
+from dflash_mp.data.ingest import Tally, ingest
+from dflash_mp.data.overlap import copied_share, shared_prompts
+from dflash_mp.data.sources import Dropped, Source, content_hash, resolve_sources
+from dflash_mp.data.template import ChatFormat, chat_format
+
+log = logging.getLogger(__name__)
+
+CODE = (
+    *("conversations", "corpus", "documents", "ingest", "overlap", "sources", "template"),
+    "tokenize",
+)
+"""Modules whose text decides what the cache holds."""
+
+PACKAGES = ("transformers", "tokenizers", "jinja2")
+NOT_IN_KEY = ("train", "heldout", "tokens_per_batch", "cache_dir", "chat_template")
+BUCKETS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 1 << 40)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything a run needs to know of its data; ``folder`` is what ``load_prepared`` takes."""
+
+    train: Corpus
+    heldout: Corpus
+    summary: dict[str, Any]
+    folder: Path
+
+
+def check_data(data: DataConfig) -> tuple[list[Source], list[Source]]:
+    """The sources of training and held-out data; raises ``UserError`` for a missing file.
+
+    Reads no data: for a check before any model is loaded.
+    """
+    train = resolve_sources("data.train", data.train, "train")
+    return train, resolve_sources("data.heldout", data.heldout, "eval")
+
+
+def prepare(data: DataConfig, tokenizer: Any, mask_token_id: int, cache_dir: Path) -> Prepared:
+    """Read, tokenise and check all data, or find the same work done in ``cache_dir``.
+
+    For one process; the others call ``load_prepared(folder)`` afterwards.
+
+    Raises:
+        UserError: a file is missing, too many lines are unreadable, the chat template is
+            unusable, or nothing is left to train on (with counted reasons).
+    """
+    train, heldout = check_data(data)
+    chat = chat_format(tokenizer, data, mask_token_id)
+    key = cache_key(data, train, heldout, chat)
+    folder = cache_dir / f"data-{key[:20]}"
+    if folder.exists():
+        problem = damage(folder, key)
+        if problem is None:
+            return load_prepared(folder)
+        log.warning("The data cache %s is not used: %s. Preparing again.", folder, problem)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(folder)
+    work = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        _build(work, key, (train, heldout), chat, data)
+        if folder.exists():
+            shutil.rmtree(folder)
+        work.rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return load_prepared(folder)
+
+
+def load_prepared(folder: Path) -> Prepared:
+    """Map what ``prepare`` left in ``folder``."""
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return Prepared(
+        load_corpus(folder / "train.safetensors"),
+        load_corpus(folder / "heldout.safetensors"),
+        summary,
+        folder,
+    )
+
+
+def cache_key(
+    data: DataConfig, train: list[Source], heldout: list[Source], chat: ChatFormat
+) -> str:
+    """Hex digest of all that decides the result: contents, template, tokenizer, options, code."""
+    options = {name: value for name, value in asdict(data).items() if name not in NOT_IN_KEY}
+    code = hashlib.sha256()
+    for module in CODE:
+        code.update((Path(__file__).parent / f"{module}.py").read_bytes())
+    parts = {
+        "options": options,
+        "sources": [
+            [(content_hash(s), s.weight, [f.name for f in s.files]) for s in group]
+            for group in (train, heldout)
+        ],
+        "template": chat.template,
+        "template_kwargs": dict(chat.template_kwargs),
+        "tokenizer": hashlib.sha256(chat.tokenizer.to_str().encode()).hexdigest(),
+        "control_tokens": chat.control_tokens,
+        "vocab_size": chat.vocab_size,
+        "mask_token_id": chat.mask_token_id,
+        "code": code.hexdigest(),
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def damage(folder: Path, key: str) -> str | None:
+    """Why a cache folder must not be used, or None when it is whole and of this key."""
+    try:
+        seal = json.loads((folder / "seal.json").read_text(encoding="utf-8"))
+        if seal["key"] != key:
+            return "it was made from other data or settings"
+        for name, digest in seal["files"].items():
+            if _digest(folder / name) != digest:
+                return f"{name} has changed since it was written"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"it is incomplete ({error})"
+    return None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Delete what killed processes left of this folder."""
+    for work in folder.parent.glob(f".{folder.name}.*"):
+        try:
+            os.kill(int(work.suffix[1:]), 0)
+        except (ProcessLookupError, ValueError):
+            shutil.rmtree(work, ignore_errors=True)
+        except PermissionError:
+            continue
+
+
+def _build(
+    work: Path,
+    key: str,
+    sources: tuple[list[Source], list[Source]],
+    chat: ChatFormat,
+    data: DataConfig,
+) -> None:
+    """Write the three files of the cache and, last, the seal that says they are whole."""
+    train, train_tally = ingest("data.train", sources[0], chat, data, work / "train.safetensors")
+    summary: dict[str, Any] = {
+        "template": chat.name,
+        "end_of_turn": chat.end_of_turn or None,
+        "mask_from": "generation markers" if chat.marked else "prefix rendering",
+        "train": describe_corpus(train, train_tally, sources[0]),
+    }
+    heldout, heldout_tally = empty_corpus(), Tally()
+    if sources[1]:
+        path = work / "all_heldout.safetensors"
+        whole, heldout_tally = ingest("data.heldout", sources[1], chat, data, path)
+        heldout = _without_overlap(whole, train, heldout_tally, data.near_copy_threshold)
+        path.unlink()
+    save_corpus(heldout, work / "heldout.safetensors")
+    summary["heldout"] = describe_corpus(heldout, heldout_tally, sources[1])
+    summary["heldout"]["rule"] = (
+        f"removed: prompts that occur in training, and rows with at least "
+        f"{data.near_copy_threshold:.0%} of a response's 8-token runs in one training response"
+    )
+    text = json.dumps(summary, indent=2, ensure_ascii=False)
+    (work / "summary.json").write_text(text, encoding="utf-8")
+    names = ("train.safetensors", "heldout.safetensors", "summary.json")
+    seal = {"key": key, "files": {name: _digest(work / name) for name in names}}
+    (work / "seal.json").write_text(json.dumps(seal), encoding="utf-8")
+
+
+def _without_overlap(whole: Corpus, train: Corpus, tally: Tally, threshold: float) -> Corpus:
+    """Remove held-out rows that training gives away, all documents of a row together."""
+    prompt = np.isin(whole.rows, whole.rows[shared_prompts(whole, train)])
+    share = copied_share(whole, train)
+    copied = np.isin(whole.rows, whole.rows[share >= threshold]) & ~prompt
+    for reason, gone in (("prompt_in_training", prompt), ("near_copy_of_training", copied)):
+        for row in np.unique(whole.rows[gone]):
+            most = share[whole.rows == row].max()
+            tally.trained -= 1
+            tally.rows_read -= 1
+            tally.add(f"row {row + 1}", Dropped(reason, f"{most:.0%} of a response is in training"))
+    return select(whole, ~(prompt | copied))
+
+
+def describe_corpus(corpus: Corpus, tally: Tally, sources: list[Source]) -> dict[str, Any]:
+    """Plain data for JSON: what became of the rows, and what is left."""
+    lengths = corpus.lengths
+    tokens, supervised = int(lengths.sum()), int(corpus.loss_mask.sum(dtype=np.int64))
+    hashes = [hash(corpus.document(i)[0].tobytes()) for i in range(len(corpus))]
+    counts, _ = np.histogram(lengths, BUCKETS)
+    return {
+        **tally.summary(),
+        "documents": len(corpus),
+        "tokens": tokens,
+        "supervised_tokens": supervised,
+        "supervised_share": supervised / tokens if tokens else 0.0,
+        "duplicates": len(hashes) - len(set(hashes)),
+        "longest": int(lengths.max(initial=0)),
+        "length_histogram": {
+            f"{low}-{high - 1}" if high < BUCKETS[-1] else f"{low}-": int(count)
+            for low, high, count in zip(BUCKETS, BUCKETS[1:], counts, strict=False)
+            if count
+        },
+        "sources": [
+            {"name": s.name, "weight": s.weight, "documents": int((corpus.sources == i).sum())}
+            for i, s in enumerate(sources)
+        ],
+    }
