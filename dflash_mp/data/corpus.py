@@ -14,22 +14,22 @@ import numpy as np
 
 from dflash_mp.config import DataConfig
 from dflash_mp.data.documents import Corpus, empty_corpus, load_corpus, save_corpus, select
-from dflash_mp.data.ingest import Tally, ingest
+from dflash_mp.data.ingest import ingest
 from dflash_mp.data.overlap import copied_share, shared_prompts
-from dflash_mp.data.sources import Dropped, Source, content_hash, resolve_sources
+from dflash_mp.data.sources import Dropped, Source, content_hash, read_rows, resolve_sources
+from dflash_mp.data.summary import Tally, describe_set
 from dflash_mp.data.template import ChatFormat, chat_format
 
 log = logging.getLogger(__name__)
 
 CODE = (
-    *("conversations", "corpus", "documents", "ingest", "overlap", "sources", "template"),
-    "tokenize",
+    *("conversations", "corpus", "documents", "ingest", "overlap", "sources", "summary"),
+    *("template", "tokenize"),
 )
 """Modules whose text decides what the cache holds."""
 
 PACKAGES = ("transformers", "tokenizers", "jinja2")
 NOT_IN_KEY = ("train", "heldout", "tokens_per_batch", "cache_dir", "chat_template")
-BUCKETS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 1 << 40)
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,18 @@ def check_data(data: DataConfig) -> tuple[list[Source], list[Source]]:
     return train, resolve_sources("data.heldout", data.heldout, "eval")
 
 
-def prepare(data: DataConfig, tokenizer: Any, mask_token_id: int, cache_dir: Path) -> Prepared:
-    """Read, tokenise and check all data, or find the same work done in ``cache_dir``.
+def prepare(
+    data: DataConfig, tokenizer: Any, mask_token_id: int, cache_dir: Path | None = None
+) -> Prepared:
+    """Read, tokenise and check all data, or find the same work done in the cache.
 
     For one process; the others call ``load_prepared(folder)`` afterwards.
+
+    Args:
+        data: what to read and how.
+        tokenizer: the target's, a fast one.
+        mask_token_id: the drafter's; no document may contain it.
+        cache_dir: where to keep the result; None is ``data.cache_dir`` or the common cache.
 
     Raises:
         UserError: a file is missing, too many lines are unreadable, the chat template is
@@ -63,6 +71,7 @@ def prepare(data: DataConfig, tokenizer: Any, mask_token_id: int, cache_dir: Pat
     train, heldout = check_data(data)
     chat = chat_format(tokenizer, data, mask_token_id)
     key = cache_key(data, train, heldout, chat)
+    cache_dir = cache_dir or cache_root(data)
     folder = cache_dir / f"data-{key[:20]}"
     if folder.exists():
         problem = damage(folder, key)
@@ -82,6 +91,12 @@ def prepare(data: DataConfig, tokenizer: Any, mask_token_id: int, cache_dir: Pat
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return load_prepared(folder)
+
+
+def cache_root(data: DataConfig) -> Path:
+    """``data.cache_dir``, else ``$DFLASH_MP_CACHE``, else ``~/.cache/dflash_mp``."""
+    chosen = data.cache_dir or os.environ.get("DFLASH_MP_CACHE") or "~/.cache/dflash_mp"
+    return Path(chosen).expanduser()
 
 
 def load_prepared(folder: Path) -> Prepared:
@@ -164,16 +179,18 @@ def _build(
         "template": chat.name,
         "end_of_turn": chat.end_of_turn or None,
         "mask_from": "generation markers" if chat.marked else "prefix rendering",
-        "train": describe_corpus(train, train_tally, sources[0]),
+        "train": describe_set(train, train_tally, sources[0]),
     }
     heldout, heldout_tally = empty_corpus(), Tally()
     if sources[1]:
         path = work / "all_heldout.safetensors"
         whole, heldout_tally = ingest("data.heldout", sources[1], chat, data, path)
-        heldout = _without_overlap(whole, train, heldout_tally, data.near_copy_threshold)
+        heldout = _without_overlap(
+            whole, train, sources[1], heldout_tally, data.near_copy_threshold
+        )
         path.unlink()
     save_corpus(heldout, work / "heldout.safetensors")
-    summary["heldout"] = describe_corpus(heldout, heldout_tally, sources[1])
+    summary["heldout"] = describe_set(heldout, heldout_tally, sources[1])
     summary["heldout"]["rule"] = (
         f"removed: prompts that occur in training, and rows with at least "
         f"{data.near_copy_threshold:.0%} of a response's 8-token runs in one training response"
@@ -185,41 +202,26 @@ def _build(
     (work / "seal.json").write_text(json.dumps(seal), encoding="utf-8")
 
 
-def _without_overlap(whole: Corpus, train: Corpus, tally: Tally, threshold: float) -> Corpus:
+def _without_overlap(
+    whole: Corpus, train: Corpus, sources: list[Source], tally: Tally, threshold: float
+) -> Corpus:
     """Remove held-out rows that training gives away, all documents of a row together."""
     prompt = np.isin(whole.rows, whole.rows[shared_prompts(whole, train)])
     share = copied_share(whole, train)
     copied = np.isin(whole.rows, whole.rows[share >= threshold]) & ~prompt
-    for reason, gone in (("prompt_in_training", prompt), ("near_copy_of_training", copied)):
-        for row in np.unique(whole.rows[gone]):
-            most = share[whole.rows == row].max()
-            tally.trained -= 1
-            tally.rows_read -= 1
-            tally.add(f"row {row + 1}", Dropped(reason, f"{most:.0%} of a response is in training"))
-    return select(whole, ~(prompt | copied))
+    gone = prompt | copied
+    names = _names_of_rows(sources, set(whole.rows[gone].tolist()))
+    for row, where in names.items():
+        documents = whole.rows == row
+        reason = "prompt_in_training" if prompt[documents].any() else "near_copy_of_training"
+        most = share[documents].max()
+        tally.withdraw(where, Dropped(reason, f"{most:.0%} of a response is in training"))
+    return select(whole, ~gone)
 
 
-def describe_corpus(corpus: Corpus, tally: Tally, sources: list[Source]) -> dict[str, Any]:
-    """Plain data for JSON: what became of the rows, and what is left."""
-    lengths = corpus.lengths
-    tokens, supervised = int(lengths.sum()), int(corpus.loss_mask.sum(dtype=np.int64))
-    hashes = [hash(corpus.document(i)[0].tobytes()) for i in range(len(corpus))]
-    counts, _ = np.histogram(lengths, BUCKETS)
-    return {
-        **tally.summary(),
-        "documents": len(corpus),
-        "tokens": tokens,
-        "supervised_tokens": supervised,
-        "supervised_share": supervised / tokens if tokens else 0.0,
-        "duplicates": len(hashes) - len(set(hashes)),
-        "longest": int(lengths.max(initial=0)),
-        "length_histogram": {
-            f"{low}-{high - 1}" if high < BUCKETS[-1] else f"{low}-": int(count)
-            for low, high, count in zip(BUCKETS, BUCKETS[1:], counts, strict=False)
-            if count
-        },
-        "sources": [
-            {"name": s.name, "weight": s.weight, "documents": int((corpus.sources == i).sum())}
-            for i, s in enumerate(sources)
-        ],
-    }
+def _names_of_rows(sources: list[Source], rows: set[int]) -> dict[int, str]:
+    """Where the rows of these numbers stand, as "file:line"."""
+    if not rows:
+        return {}
+    read = (raw.where for source in sources for raw in read_rows(source))
+    return {number: where for number, where in enumerate(read) if number in rows}

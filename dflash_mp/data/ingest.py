@@ -6,13 +6,12 @@ Memory holds a few chunks of rows at a time, whatever the size of the files.
 import logging
 import multiprocessing
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -21,6 +20,7 @@ from dflash_mp.config import DataConfig, UserError, require
 from dflash_mp.data.conversations import UNREADABLE, parse_line, read_row, row_names
 from dflash_mp.data.documents import ARRAYS, Corpus, join_arrays, load_corpus
 from dflash_mp.data.sources import Dropped, RawRow, Source, read_rows
+from dflash_mp.data.summary import Tally
 from dflash_mp.data.template import ChatFormat
 from dflash_mp.data.tokenize import Document, Tokenised, tokenise
 
@@ -28,71 +28,7 @@ log = logging.getLogger(__name__)
 
 ROWS_PER_CHUNK = 256
 ROWS_FOR_MANY_CORES = 4 * ROWS_PER_CHUNK
-EXAMPLES = 5
 TEMPLATE_REASONS = ("template_error", "not_serving_faithful", "no_supervised_tokens")
-
-
-@dataclass
-class Tally:
-    """What became of the rows of one set. ``rows_read == trained + dropped`` at all times."""
-
-    rows_read: int = 0
-    trained: int = 0
-    repaired: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    repairs: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[str]] = field(default_factory=dict)
-    """Up to ``EXAMPLES`` of each reason, as "file:line: detail"."""
-
-    def add(self, where: str, outcome: Tokenised | Dropped) -> None:
-        """Count one row."""
-        self.rows_read += 1
-        if isinstance(outcome, Dropped):
-            self.dropped[outcome.reason] += 1
-            self._example(outcome.reason, f"{where}: {outcome.detail}")
-            return
-        self.trained += 1
-        self.repaired += bool(outcome.repairs)
-        self.repairs.update(outcome.repairs)
-        self.notes.update(outcome.notes)
-
-    def merge(self, other: "Tally") -> None:
-        """Add the counts of rows that come after those counted here."""
-        self.rows_read += other.rows_read
-        self.trained += other.trained
-        self.repaired += other.repaired
-        self.dropped += other.dropped
-        self.repairs += other.repairs
-        self.notes += other.notes
-        for reason, examples in other.examples.items():
-            for example in examples:
-                self._example(reason, example)
-
-    def _example(self, reason: str, text: str) -> None:
-        known = self.examples.setdefault(reason, [])
-        if len(known) < EXAMPLES:
-            known.append(text)
-
-    def summary(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "rows_read": self.rows_read,
-            "trained": self.trained,
-            "repaired": self.repaired,
-            "dropped": self.dropped.total(),
-            "dropped_by_reason": dict(self.dropped.most_common()),
-            "examples": self.examples,
-            "repairs": dict(self.repairs.most_common()),
-            "notes": dict(self.notes.most_common()),
-        }
-
-    def reasons(self) -> str:
-        """Counted reasons with one example each, on one line."""
-        return "; ".join(
-            f"{count} {reason} ({self.examples[reason][0]})"
-            for reason, count in self.dropped.most_common()
-        )
 
 
 @dataclass

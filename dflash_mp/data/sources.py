@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
 from dflash_mp.config import UserError, require
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
@@ -138,8 +141,6 @@ def _open(path: Path) -> BinaryIO:
         case ".gz":
             return io.BufferedReader(gzip.GzipFile(path))
         case ".zst":
-            import pyarrow as pa  # type: ignore[import-untyped]
-
             return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
         case _:
             return path.open("rb")
@@ -244,9 +245,6 @@ def _read_array(path: Path) -> Iterator[RawRow]:
 
 
 def _read_parquet(path: Path) -> Iterator[RawRow]:
-    import pyarrow as pa  # type: ignore[import-untyped]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
-
     number = 0
     try:
         with pq.ParquetFile(path) as file:

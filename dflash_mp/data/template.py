@@ -147,7 +147,7 @@ def _probed(plain: ChatFormat) -> ChatFormat:
     if end is None:
         fields |= {"header": header, "tail": after}
     else:
-        ids = plain.tokenizer.encode(end.group(), add_special_tokens=False).ids
+        ids = _ids(plain.tokenizer, end.group())
         fields |= {"header": header, "end_of_turn": end.group(), "end_of_turn_id": ids[-1]}
     return ChatFormat(**fields)
 
@@ -178,13 +178,19 @@ def render(
 def encode(chat: ChatFormat, text: str) -> list[int]:
     """Ids of rendered text; fenced control tokens are encoded as plain text."""
     if FENCE_OPEN not in text:
-        return chat.tokenizer.encode(text, add_special_tokens=False).ids
+        return _ids(chat.tokenizer, text)
     ids: list[int] = []
     for index, part in enumerate(FENCED.split(text)):
         # Odd parts are the numbers between two fences.
         tokenizer = chat.literal_tokenizer if index % 2 else chat.tokenizer
         part = chat.control_tokens[int(part)] if index % 2 else part
-        ids += tokenizer.encode(part, add_special_tokens=False).ids
+        ids += _ids(tokenizer, part)
+    return ids
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    # The batch call leaves out the character offsets, which take a sixth of the time.
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
 
 
