@@ -37,12 +37,14 @@ def run_command(name: str, kind: type[ConfigT], work: Callable[[ConfigT, Path], 
 
     @hydra.main(version_base="1.3", config_path=config_dir(), config_name=name)
     def task(raw: DictConfig) -> None:
-        work(to_config(raw, kind), Path(HydraConfig.get().runtime.output_dir))
+        try:
+            work(to_config(raw, kind), Path(HydraConfig.get().runtime.output_dir))
+        except UserError as error:
+            # Here, because Hydra would add lines of its own to an exception.
+            fail(str(error))
 
     try:
         task()
-    except UserError as error:
-        fail(str(error))
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
         fail(explain(f"{error}\n{cause or ''}", kind))

@@ -7,6 +7,7 @@ this module must stay importable without torch.
 
 import difflib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -29,6 +30,16 @@ def require(condition: bool, message: str) -> None:
 def one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
     """Refuse ``value`` for ``key`` unless it is one of ``choices``."""
     require(value in choices, f"{key}={value}: must be one of {', '.join(choices)}")
+
+
+ROLES = ("system", "user", "assistant", "tool")
+"""What a turn of a conversation may be."""
+
+COLUMN_NAMES = (
+    *("messages", "role", "content", "prompt", "completion", "instruction", "input", "output"),
+    *("text", "input_ids", "loss_mask", "tools"),
+)
+"""Names of a row's parts that ``data.columns`` may map to the names in the user's file."""
 
 
 @dataclass
@@ -94,10 +105,20 @@ class DrafterConfig:
 class DataConfig:
     """Conversations, and how they become packed micro-batches."""
 
-    train: str = MISSING
-    heldout: str | None = MISSING
+    train: Any = MISSING
+    heldout: Any = MISSING
     max_length: int = MISSING
     tokens_per_batch: int = MISSING
+    over_length: str = MISSING
+    min_supervised_tokens: int = MISSING
+    last_turn_only: bool = MISSING
+    train_thinking: bool = MISSING
+    control_tokens: str = MISSING
+    max_bad_fraction: float = MISSING
+    chat_template: str | None = MISSING
+    template_kwargs: Any = MISSING
+    columns: Any = MISSING
+    roles: Any = MISSING
     near_copy_threshold: float = MISSING
     cache_dir: str | None = MISSING
 
@@ -108,6 +129,26 @@ class DataConfig:
             f"data.tokens_per_batch={self.tokens_per_batch} cannot hold a conversation of "
             f"data.max_length={self.max_length} tokens: raise the first or lower the second",
         )
+        one_of("data.over_length", self.over_length, ("truncate", "drop", "split"))
+        require(
+            2 <= self.min_supervised_tokens <= self.max_length,
+            f"data.min_supervised_tokens={self.min_supervised_tokens}: must be between 2 (an "
+            f"anchor and one label) and data.max_length={self.max_length}",
+        )
+        one_of("data.control_tokens", self.control_tokens, ("drop", "escape"))
+        require(
+            0.0 <= self.max_bad_fraction <= 1.0,
+            f"data.max_bad_fraction={self.max_bad_fraction}: must be between 0 and 1",
+        )
+        for key in ("template_kwargs", "columns", "roles"):
+            # Not typed as dicts: OmegaConf would refuse new keys from the command line.
+            value = getattr(self, key)
+            require(value is None or isinstance(value, dict), f"data.{key}={value}: not a mapping")
+        for ours, theirs in (self.columns or {}).items():
+            one_of("data.columns", ours, COLUMN_NAMES)
+            require(isinstance(theirs, str), f"data.columns.{ours}={theirs}: must be a name")
+        for name, role in (self.roles or {}).items():
+            one_of(f"data.roles.{name}", role, ROLES)
         require(
             0.0 < self.near_copy_threshold <= 1.0,
             f"data.near_copy_threshold={self.near_copy_threshold}: must be in (0, 1]; "
@@ -264,6 +305,15 @@ def to_config(raw: DictConfig, kind: type[ConfigT]) -> ConfigT:
 
     Raises ``UserError`` for whatever is wrong with it.
     """
+    # ``+new.key=1`` passes Hydra's own check; nothing would read it.
+    # Keys below a known one belong to a free mapping, such as ``data.roles``.
+    known = set(config_keys(kind))
+    extra = sorted(
+        key
+        for key in dotted(OmegaConf.to_container(raw))
+        if not any(".".join(key.split(".")[: n + 1]) in known for n in range(key.count(".") + 1))
+    )
+    require(not extra, f"unknown configuration key {', '.join(extra)}")
     try:
         config = OmegaConf.to_object(raw)
     except OmegaConfBaseException as error:
@@ -272,6 +322,15 @@ def to_config(raw: DictConfig, kind: type[ConfigT]) -> ConfigT:
         raise UserError(explain(str(error), kind)) from None
     assert isinstance(config, kind)
     return config
+
+
+def dotted(values: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted keys of nested mappings."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
 
 
 def config_keys(kind: type[Any], prefix: str = "") -> list[str]:
@@ -289,17 +348,26 @@ def explain(message: str, kind: type[Any]) -> str:
     """One line for an error of Hydra or OmegaConf; an unknown key gets the nearest known one.
 
     Those libraries write "Key 'lrr' not in 'OptimConfig'" and the dotted key on a later line
-    ("full_key: optim.lrr"), or "Could not override 'optim.lrr'" when the command line names it.
+    ("full_key: optim.lrr"), or "Could not override 'optim.lrr'" when the command line names it;
+    "Could not find 'target/x'" is followed by a line "Available options" and one line each.
     """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     full_key = next((line[9:].strip() for line in lines if line.startswith("full_key:")), "")
     if not full_key and "Could not override '" in message:
         full_key = message.split("Could not override '")[1].split("'")[0]
-    if "not in" in message and full_key:
-        near = difflib.get_close_matches(full_key, config_keys(kind), n=1, cutoff=0.5)
+    if full_key and ("not in" in message or "No match in the defaults list" in message):
+        keys = config_keys(kind)
+        known = sorted({*keys, *(key.split(".")[0] for key in keys)})
+        near = difflib.get_close_matches(full_key, known, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         return f"unknown configuration key {full_key}{hint}"
-    text = next((line for line in lines if not line.startswith("Could not override")), message)
+    if "Available options" in message:
+        start = next(i for i, line in enumerate(lines) if line.startswith("Available options"))
+        options = [line for line in lines[start + 1 :] if not line.startswith("Config search")]
+        names = ", ".join(option for option in options if " " not in option)
+        return f"{lines[0]}; there are: {names}"
+    dull = ("Could not override", "Error merging override", "full_key:", "object_type=")
+    text = next((line for line in lines if not line.startswith(dull)), message)
     return f"{full_key}: {text}" if full_key and full_key not in text else text
 
 
@@ -307,6 +375,12 @@ def config_dir() -> str:
     """``conf/``: beside the package in a checkout, inside it in a wheel."""
     package = Path(__file__).resolve().parent
     return str(next(p for p in (package / "conf", package.parent / "conf") if p.is_dir()))
+
+
+def cache_dir() -> Path:
+    """``$DFLASH_MP_CACHE``, else ``~/.cache/dflash_mp``."""
+    chosen = os.environ.get("DFLASH_MP_CACHE")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "dflash_mp"
 
 
 def rank_zero(value: str, other: str | None = None) -> str | None:

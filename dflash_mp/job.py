@@ -52,7 +52,7 @@ class Job:
     def order(self) -> Order:
         """Documents of each training micro-batch."""
         data = self.config.data
-        return Order(self.prepared.train.lengths, data.tokens_per_batch, self.config.seed)
+        return Order(self.prepared.train, data.tokens_per_batch, self.config.seed)
 
     @cached_property
     def plan(self) -> Plan:
@@ -93,12 +93,13 @@ def choose_layer_ids(config: TrainConfig, target_config: Any) -> list[int]:
         return config.target.layer_ids
     layers = target_config.get_text_config().num_hidden_layers
     taps = config.drafter.tapped_layers
+    ids = default_layer_ids(layers, taps)
     require(
-        taps <= layers - 1,
-        f"drafter.tapped_layers={taps}, but the target has {layers} layers and the last one "
-        "cannot be tapped",
+        len(set(ids)) == taps and max(ids) < layers - 1,
+        f"drafter.tapped_layers={taps} cannot be spread over a target of {layers} layers: name "
+        "them in target.layer_ids, or tap fewer",
     )
-    return default_layer_ids(layers, taps)
+    return ids
 
 
 def drafter_config(config: TrainConfig, target_config: Any, mask_token_id: int) -> Qwen3Config:

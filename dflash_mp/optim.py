@@ -36,7 +36,8 @@ def learning_rate_ratio(step: int, steps: int, config: ScheduleConfig) -> float:
             start = max(warmup, steps - round(config.decay * steps))
         case _:
             start = warmup
-    progress = min(1.0, max(0.0, (step - start) / max(1, steps - start)))
+    # The step after the last one would have the lowest rate: no step is spent on min_ratio = 0.
+    progress = min(1.0, max(0.0, (step - start) / (steps - start + 1)))
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.min_ratio + (1.0 - config.min_ratio) * cosine
 

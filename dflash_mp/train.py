@@ -14,9 +14,8 @@ from omegaconf import OmegaConf
 
 from dflash_mp.cast import TARGET, Cast, agree, enter, place_from_environment
 from dflash_mp.command import run_command
-from dflash_mp.config import TrainConfig, require
-from dflash_mp.data.corpus import load_prepared, prepare
-from dflash_mp.data.sources import resolve_sources
+from dflash_mp.config import TrainConfig, cache_dir, require
+from dflash_mp.data.corpus import check_data, load_prepared, prepare
 from dflash_mp.drafter.mask_token import pick_mask_token
 from dflash_mp.job import Job, drafter_config
 from dflash_mp.roles.drafter import run_drafter
@@ -39,7 +38,7 @@ def train(config: TrainConfig, hydra_folder: Path) -> None:
     """Play this rank's part in the run that ``config`` describes."""
     folder = Path(config.output_dir) if config.output_dir else hydra_folder
     mine = place_from_environment(config.topology)
-    check_sources(config.data)
+    check_data(config.data)
     with enter(mine, str(folder.resolve()), config.threads) as cast:
         agree(cast, "folder", lambda: claim_folder(folder, config))
         job = make_job(cast, config, folder)
@@ -84,10 +83,8 @@ def make_job(cast: Cast, config: TrainConfig, folder: Path) -> Job:
     def prepare_data() -> str:
         tokenizer = load_tokenizer(config.target)
         mask_token_id = pick_mask_token(tokenizer, target_config, config.drafter.mask_token_id)
-        prepared = prepare(config.data, tokenizer, mask_token_id)
+        prepared = prepare(config.data, tokenizer, mask_token_id, data_cache(config))
         (folder / "data.json").write_text(json.dumps(prepared.summary, indent=2) + "\n")
-        for line in summary_lines(prepared.summary):
-            log.info("%s", line)
         return json.dumps([mask_token_id, str(prepared.folder)])
 
     mask_token_id, data_folder = json.loads(agree(cast, "data", prepare_data))
@@ -99,6 +96,12 @@ def make_job(cast: Cast, config: TrainConfig, folder: Path) -> Job:
         drafter_config=drafter_config(config, target_config, mask_token_id),
         prepared=load_prepared(Path(data_folder)),
     )
+
+
+def data_cache(config: TrainConfig) -> Path:
+    """Where prepared data is kept between runs."""
+    chosen = config.data.cache_dir
+    return Path(chosen).expanduser() if chosen else cache_dir() / "data"
 
 
 def leave(cast: Cast) -> None:

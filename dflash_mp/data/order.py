@@ -4,6 +4,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from dflash_mp.data.documents import Corpus
 from dflash_mp.data.packing import pack
 
 
@@ -11,13 +12,16 @@ class Order:
     """The packs of epoch 0, then those of epoch 1, and so on, in one numbering.
 
     Args:
-        lengths: tokens of each document.
+        corpus: the documents.
         budget: token slots of a micro-batch.
         seed: of the shuffle.
     """
 
-    def __init__(self, lengths: np.ndarray, budget: int, seed: int) -> None:
-        self._epoch = lru_cache(maxsize=2)(lambda epoch: pack(lengths, budget, seed, epoch))
+    def __init__(self, corpus: Corpus, budget: int, seed: int) -> None:
+        lengths, weights = corpus.lengths, corpus.weights
+        self._epoch = lru_cache(maxsize=2)(
+            lambda epoch: pack(lengths, budget, seed, epoch, weights)
+        )
         self._ends: list[int] = []
 
     def end(self, epoch: int) -> int:

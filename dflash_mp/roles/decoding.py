@@ -1,7 +1,9 @@
 """The main drafter's requests for real decoding, and what comes of the answers."""
 
 import json
+import shutil
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from dflash_mp.cast import Cast
@@ -27,10 +29,15 @@ class Decoding:
         self.summaries: dict[int, dict[str, Any]] = {}
 
     def ask(self, model: DFlashDraftModel, step: int, max_new_tokens: int) -> None:
-        """Write the drafter and request its decoding."""
+        """Write the drafter as it is and request its decoding."""
         if self.active and self.prompts:
-            folder = self.folder / f"step-{step:06d}"
-            save_drafter(model, folder)
+            save_drafter(model, self._weights(step))
+            self.asking.ask(self._weights(step), step, max_new_tokens)
+
+    def ask_export(self, folder: Path, step: int, max_new_tokens: int) -> None:
+        """Request the decoding of an exported drafter."""
+        if self.active and self.prompts:
+            self.folder.mkdir(exist_ok=True)
             self.asking.ask(folder, step, max_new_tokens)
 
     def collect(self, wait: bool) -> None:
@@ -41,8 +48,9 @@ class Decoding:
             results = sorted(
                 (row for share in shares for row in share), key=lambda r: r["document"]
             )
-            path = self.folder / f"step-{step:06d}.json"
-            path.write_text("\n".join(json.dumps(row) for row in results) + "\n")
+            path = self.folder / f"step-{step:06d}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in results))
+            shutil.rmtree(self._weights(step), ignore_errors=True)
             summary = summarize(results)
             self.summaries[step] = summary
             self.tracker.log(
@@ -52,6 +60,9 @@ class Decoding:
                     "eval/decoded_greedy_share": summary["greedy"] / max(1, summary["prompts"]),
                 },
             )
+
+    def _weights(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
 
     def end(self) -> None:
         """Let the targets go."""

