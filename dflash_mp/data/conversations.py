@@ -77,8 +77,8 @@ class RowNames:
 
 def row_names(data: DataConfig) -> RowNames:
     """The names that the configuration adds."""
-    roles = {name.strip().lower(): role for name, role in data.roles.items()}
-    return RowNames(dict(data.columns), roles)
+    roles = {name.strip().lower(): role for name, role in (data.roles or {}).items()}
+    return RowNames(data.columns or {}, roles)
 
 
 def parse_line(raw: RawRow) -> dict[str, Any]:

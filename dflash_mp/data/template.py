@@ -88,7 +88,7 @@ def chat_format(tokenizer: Any, data: DataConfig, mask_token_id: int) -> ChatFor
     plain = ChatFormat(
         name=origin,
         template=template,
-        template_kwargs={**special, **data.template_kwargs},
+        template_kwargs={**special, **(data.template_kwargs or {})},
         tokenizer=backend,
         literal_tokenizer=literal,
         vocab_size=len(tokenizer),
