@@ -227,15 +227,20 @@ def choose(logits: Tensor, position: int, settings: DecodeSettings) -> Tensor:
     token never looks at the noise, so a text made of accepted drafts follows exactly the target's
     distribution.
     """
+    return scores(logits, position, settings).argmax(dim=-1)
+
+
+def scores(logits: Tensor, position: int, settings: DecodeSettings) -> Tensor:
+    """``[T, V]``, in units of logits; the largest of a row is the token that is taken there."""
     if settings.temperature == 0:
-        return logits.argmax(dim=-1)
-    scores = logits.float() / settings.temperature  # [T, V]
+        return logits
+    noised = logits.float().clone()  # [T, V]
     generator = torch.Generator(logits.device)
-    for row in range(len(scores)):
+    for row in range(len(noised)):
         generator.manual_seed(_noise_seed(settings.seed, position + row))
-        noise = torch.empty_like(scores[row]).exponential_(generator=generator)
-        scores[row] -= noise.clamp_min_(torch.finfo(noise.dtype).tiny).log_()
-    return scores.argmax(dim=-1)
+        noise = torch.empty_like(noised[row]).exponential_(generator=generator)
+        noised[row] -= settings.temperature * noise.clamp_min_(torch.finfo(noise.dtype).tiny).log_()
+    return noised
 
 
 def _noise_seed(seed: int, position: int) -> int:

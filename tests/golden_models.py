@@ -1,13 +1,19 @@
 """The tiny models of ``tests/golden`` and hybrid ones, for tests that decode."""
 
+import json
+import shutil
 from functools import cache
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
 )
@@ -122,3 +128,27 @@ def packed_features(
         loss_mask=torch.tensor(mask + [0] * padding, dtype=torch.uint8),
         hidden_states=torch.cat([*hidden, torch.zeros(padding, width)]),
     )
+
+
+def target_folder(folder: Path) -> Path:
+    """The golden target with a tokenizer: words ``<0>``..``<511>`` are the ids 0..511."""
+    shutil.copytree(GOLDEN / "target", folder, copy_function=shutil.copy)
+    words = Tokenizer(WordLevel({f"<{i}>": i for i in range(512)}, unk_token="<0>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<2>", unk_token="<0>")
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_prompts(path: Path, prompts: list[list[int]]) -> Path:
+    """A prompts file for ``target_folder``; rows end with a reply, which is to be decoded anew."""
+    rows = []
+    for prompt in prompts:
+        question = {"role": "user", "content": " ".join(f"<{token}>" for token in prompt)}
+        rows.append({"messages": [question, {"role": "assistant", "content": "<9> <9>"}]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
