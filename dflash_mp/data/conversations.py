@@ -25,7 +25,8 @@ ROLE_NAMES = {
 
 CONVERSATION_KEYS = ("messages", "conversations", "conversation")
 COMPLETION_KEYS = ("completion", "response")
-MESSAGE_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+MESSAGE_KEYS = ("name", "tool_calls", "tool_call_id", *REASONING_KEYS)
 ENDED = (None, "stop", "eos", "tool_calls", "end_turn")
 """Finish reasons after which the end of turn is part of the response; no reason counts as ended."""
 
@@ -252,6 +253,8 @@ def _message(turn: Any, names: RowNames, changed: list[str]) -> Message:
     message: Message = {key: turn[key] for key in MESSAGE_KEYS if turn.get(key) is not None}
     if content is None and not message.get("tool_calls"):
         raise Dropped("missing_content", f"no content in a turn of the {role}")
+    if not all(isinstance(message.get(key, ""), str) for key in REASONING_KEYS):
+        raise Dropped("non_text_content", "reasoning is not text")
     message |= {"role": role, "content": _text(content, changed)}
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"])

@@ -1,10 +1,10 @@
 """From configuration to tokenised data: prepared once, kept in a cache, mapped by every rank."""
 
+import fcntl
 import hashlib
 import importlib.metadata
 import json
 import logging
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash_mp.config import DataConfig
+from dflash_mp.config import DataConfig, UserError
+from dflash_mp.config import cache_dir as default_cache_dir
 from dflash_mp.data.documents import Corpus, empty_corpus, load_corpus, save_corpus, select
 from dflash_mp.data.ingest import ingest
 from dflash_mp.data.overlap import copied_share, shared_prompts
@@ -68,35 +69,29 @@ def prepare(
         UserError: a file is missing, too many lines are unreadable, the chat template is
             unusable, or nothing is left to train on (with counted reasons).
     """
-    train, heldout = check_data(data)
+    sources = check_data(data)
     chat = chat_format(tokenizer, data, mask_token_id)
-    key = cache_key(data, train, heldout, chat)
-    cache_dir = cache_dir or cache_root(data)
-    folder = cache_dir / f"data-{key[:20]}"
-    if folder.exists():
-        problem = damage(folder, key)
-        if problem is None:
-            return load_prepared(folder)
-        log.warning("The data cache %s is not used: %s. Preparing again.", folder, problem)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(folder)
-    work = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+    key = cache_key(data, *sources, chat)
+    root = cache_dir or cache_root(data)
+    folder = root / f"data-{key[:20]}"
     try:
-        _build(work, key, (train, heldout), chat, data)
-        if folder.exists():
-            shutil.rmtree(folder)
-        work.rename(folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        root.mkdir(parents=True, exist_ok=True)
+        with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+            # Others who want the same data wait; the system drops the lock of a killed process.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            problem = damage(folder, key) if folder.exists() else "nothing there yet"
+            if folder.exists() and problem:
+                log.warning("not using the data in %s: %s; preparing again", folder, problem)
+            if problem:
+                _build_atomically(folder, key, sources, chat, data)
+    except OSError as error:
+        raise UserError(f"data.cache_dir: cannot write to {folder}: {error}") from error
     return load_prepared(folder)
 
 
 def cache_root(data: DataConfig) -> Path:
-    """``data.cache_dir``, else ``$DFLASH_MP_CACHE``, else ``~/.cache/dflash_mp``."""
-    chosen = data.cache_dir or os.environ.get("DFLASH_MP_CACHE") or "~/.cache/dflash_mp"
-    return Path(chosen).expanduser()
+    """``data.cache_dir``, or where everything else is kept between runs."""
+    return Path(data.cache_dir).expanduser() if data.cache_dir else default_cache_dir()
 
 
 def load_prepared(folder: Path) -> Prepared:
@@ -155,15 +150,24 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Delete what killed processes left of this folder."""
-    for work in folder.parent.glob(f".{folder.name}.*"):
-        try:
-            os.kill(int(work.suffix[1:]), 0)
-        except (ProcessLookupError, ValueError):
-            shutil.rmtree(work, ignore_errors=True)
-        except PermissionError:
-            continue
+def _build_atomically(
+    folder: Path,
+    key: str,
+    sources: tuple[list[Source], list[Source]],
+    chat: ChatFormat,
+    data: DataConfig,
+) -> None:
+    """Fill a folder beside ``folder`` and rename it; called with the lock held."""
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    # Left by a process that was killed.
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    try:
+        _build(unfinished, key, sources, chat, data)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _build(

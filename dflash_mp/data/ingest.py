@@ -28,7 +28,10 @@ log = logging.getLogger(__name__)
 
 ROWS_PER_CHUNK = 256
 ROWS_FOR_MANY_CORES = 4 * ROWS_PER_CHUNK
-TEMPLATE_REASONS = ("template_error", "not_serving_faithful", "no_supervised_tokens")
+TEMPLATE_REASONS = (
+    *("template_error", "not_serving_faithful", "no_supervised_tokens", "all_supervised"),
+)
+"""Reasons that speak against the template when they meet more rows than are trained on."""
 
 
 @dataclass

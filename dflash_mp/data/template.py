@@ -6,7 +6,7 @@ conversations with it, never by looking for known names in its text.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,10 @@ class ChatFormat:
     mask_token_id: int
     mask_token: str
     control_tokens: tuple[str, ...]
+    control_ids: frozenset[int]
     control_pattern: re.Pattern[str]
     marked: bool
     """Whether the template has generation markers."""
-
-    header: str = ""
-    """What stands between the rendered prompt and a reply."""
 
     end_of_turn: str = ""
     """Control token that ends a reply; empty when the template has none."""
@@ -95,6 +93,7 @@ def chat_format(tokenizer: Any, data: DataConfig, mask_token_id: int) -> ChatFor
         mask_token_id=mask_token_id,
         mask_token=str(tokenizer.convert_ids_to_tokens(mask_token_id) or ""),
         control_tokens=control_tokens,
+        control_ids=frozenset(tokenizer.convert_tokens_to_ids(list(control_tokens))),
         control_pattern=_any_of(control_tokens),
         marked=GENERATION_TAG.search(template) is not None,
     )
@@ -118,7 +117,7 @@ def _any_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _probed(plain: ChatFormat) -> ChatFormat:
-    """Learn header and end of turn from one question and its answer."""
+    """Learn how turns begin and end from one question and its answer."""
     asked = [{"role": "user", "content": PROBE_USER}]
     try:
         prompt = render(plain, asked, None, generation_prompt=True).text
@@ -132,24 +131,25 @@ def _probed(plain: ChatFormat) -> ChatFormat:
         f"{plain.name} does not write the assistant's reply: set data.chat_template",
     )
     before, after = whole.split(PROBE_REPLY)
-    header = before[len(prompt) :] if before.startswith(prompt) else ""
+    header = before.removeprefix(prompt) if before.startswith(prompt) else ""
     require(
-        bool(plain.marked or bare != prompt or not header.strip()),
+        plain.marked or bare != prompt or not header.strip(),
         f"{plain.name} ignores add_generation_prompt and starts replies with {header.strip()!r}: "
         "set data.chat_template to one that renders it",
     )
+    pattern = plain.control_pattern
+    if not pattern.search(prompt) and prompt[len(bare) :].strip():
+        # Such a template marks turns by plain text, which content can forge just as well.
+        pattern = _any_of((*plain.control_tokens, prompt[len(bare) :].strip()))
     end = plain.control_pattern.search(after)
-    fields = dict(plain.__dict__)
-    if not plain.control_pattern.search(prompt):
-        # Such a template marks turns by plain text, which content may forge just as well.
-        turn_text = tuple(part for part in (prompt[len(bare) :].strip(),) if part)
-        fields["control_pattern"] = _any_of(plain.control_tokens + turn_text)
     if end is None:
-        fields |= {"header": header, "tail": after}
-    else:
-        ids = _ids(plain.tokenizer, end.group())
-        fields |= {"header": header, "end_of_turn": end.group(), "end_of_turn_id": ids[-1]}
-    return ChatFormat(**fields)
+        return replace(plain, control_pattern=pattern, tail=after)
+    return replace(
+        plain,
+        control_pattern=pattern,
+        end_of_turn=end.group(),
+        end_of_turn_id=_ids(plain.tokenizer, end.group())[-1],
+    )
 
 
 def render(

@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 
 from dflash_mp.config import DataConfig
-from dflash_mp.data.conversations import ENDED, Conversation, Message, Row, TextRow, TokenRow
+from dflash_mp.data.conversations import (
+    ENDED,
+    REASONING_KEYS,
+    Conversation,
+    Message,
+    Row,
+    TextRow,
+    TokenRow,
+)
 from dflash_mp.data.sources import Dropped
 from dflash_mp.data.template import (
     FENCE_OPEN,
@@ -116,7 +124,13 @@ def _text_document(chat: ChatFormat, text: str) -> Document:
 
 def _checked(chat: ChatFormat, data: DataConfig, row: Conversation) -> Conversation:
     """``row`` with nothing in it that the tokenizer would take for structure."""
-    found = find_control_token(chat, [row.messages, row.tools])
+    replies = iter(row.response_token_ids)
+    texts = [
+        # Exact ids need no protection: they are not made from the text.
+        {**m, "content": None} if m["role"] == "assistant" and next(replies) is not None else m
+        for m in row.messages
+    ]
+    found = find_control_token(chat, [texts, row.tools])
     if found is None:
         return row
     if data.control_tokens == "drop" or found in (chat.mask_token, FENCE_OPEN):
@@ -172,6 +186,8 @@ def _turn(chat: ChatFormat, row: Conversation, number: int, index: int) -> Turn 
         pieces = [(_exact_response(chat, exact, ended), True)]
     else:
         pieces = _text_response(chat, row, index, prompt, ended)
+    if prompt == "":
+        raise Dropped("all_supervised", "the template writes nothing in front of a reply")
     return Turn(prompt, encode(chat, prompt), pieces) if pieces else None
 
 
@@ -179,7 +195,7 @@ def _exact_response(chat: ChatFormat, ids: list[int], ended: bool) -> list[int]:
     """Generated ids as they are; a response that ended gets the end of turn if it lacks it."""
     if max(ids) >= chat.vocab_size:
         raise Dropped("bad_token_ids", f"id {max(ids)} is outside the vocabulary")
-    complete = not ended or chat.end_of_turn_id in (-1, ids[-1])
+    complete = not ended or chat.end_of_turn_id < 0 or ids[-1] in chat.control_ids
     return ids if complete else [*ids, chat.end_of_turn_id]
 
 
@@ -208,27 +224,25 @@ def _raw_response(chat: ChatFormat, message: Message, prompt: str, rendered: str
     turns, render a reply differently from how it was generated.
     """
     content: str = message["content"] or ""
-    reasoning = next(
-        (message[key] for key in ("reasoning_content", "reasoning", "thinking") if key in message),
-        None,
-    )
+    reasoning: str = next((message[key] for key in REASONING_KEYS if key in message), "").strip()
     faithful = rendered.startswith(prompt)
-    lost = THINK_END in content and THINK_END not in rendered[len(prompt) :]
+    reply = rendered[len(prompt) :]
+    lost = (THINK_END in content and THINK_END not in reply) or reasoning not in reply
     if faithful and not lost:
         return None
     if message.get("tool_calls"):
-        raise Dropped("not_serving_faithful", "a tool call is not rendered after its prompt")
-    if reasoning is not None:
+        raise Dropped("not_serving_faithful", "a turn with tool calls does not follow its prompt")
+    if reasoning:
+        if THINK_END not in chat.template:
+            raise Dropped("not_serving_faithful", f"{chat.name} does not render reasoning")
         content = f"<think>\n{reasoning}\n{THINK_END}\n\n{content}"
-    opened = prompt.rstrip().endswith("<think>")
-    if opened and THINK_END in content:
+    if prompt.rstrip().endswith(THINK_END):
+        raise Dropped("not_serving_faithful", "thinking in reply to a prompt that forbids it")
+    if prompt.rstrip().endswith("<think>") and THINK_END in content:
         return content.removeprefix("<think>").removeprefix("\n")
-    if faithful or (THINK_END in content and not opened):
+    if faithful:
         return content
-    raise Dropped(
-        "not_serving_faithful",
-        f"the reply does not follow its prompt, which ends in {prompt[-30:]!r}",
-    )
+    raise Dropped("not_serving_faithful", f"a reply does not follow its prompt {prompt[-30:]!r}")
 
 
 def _supervised_spans(
