@@ -34,6 +34,7 @@ def heldout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_conversations(tmp_path_factory.mktemp("data") / "heldout.jsonl", 5, seed=1)
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 Launch = Callable[..., subprocess.CompletedProcess]
 
 
@@ -41,8 +42,9 @@ Launch = Callable[..., subprocess.CompletedProcess]
 def launch(tiny_target: Path, conversations: Path, heldout: Path, tmp_path: Path) -> Launch:
     """Train on the tiny target in real processes; later overrides win.
 
-    ``launch(ranks, *overrides, spawn=False, timeout=120)`` returns the finished launcher with
-    its output as text. The run folder is ``tmp_path / "run"`` unless ``output_dir`` is given.
+    ``launch(ranks, *overrides, spawn=False, script=None, timeout=120, wait=True)`` returns the
+    finished launcher (the running one without ``wait``) with its output as text. ``script``
+    replaces ``-m dflash_mp.train``. The run folder is ``tmp_path / "run"`` unless given.
     """
     defaults = [
         f"target.name={tiny_target}",
@@ -70,18 +72,24 @@ def launch(tiny_target: Path, conversations: Path, heldout: Path, tmp_path: Path
     ]
 
     def run(
-        ranks: int, *overrides: str, spawn: bool = False, timeout: float = 120
-    ) -> subprocess.CompletedProcess:
+        ranks: int,
+        *overrides: str,
+        spawn: bool = False,
+        script: Path | None = None,
+        timeout: float = 120,
+        wait: bool = True,
+    ) -> subprocess.CompletedProcess | subprocess.Popen:
         keys = {override.split("=")[0] for override in overrides}
         arguments = [d for d in defaults if d.split("=")[0] not in keys] + list(overrides)
-        torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port"]
+        program = ["-m", "dflash_mp.train"] if script is None else [str(script)]
         command = (
             [sys.executable, "-m", "launch.spawn", "--nproc", str(ranks)]
             if spawn
-            else [sys.executable, *torchrun, "0", "-m", "dflash_mp.train"]
+            else [sys.executable, *TORCHRUN, "--nproc_per_node", str(ranks), *program]
         )
-        return subprocess.run(
-            command + arguments, capture_output=True, text=True, timeout=timeout, check=False
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        if not wait:
+            return subprocess.Popen(command + arguments, **pipes)
+        return subprocess.run(command + arguments, timeout=timeout, check=False, **pipes)
 
     return run

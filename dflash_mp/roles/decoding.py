@@ -14,6 +14,10 @@ from dflash_mp.roles.requests import Asking
 from dflash_mp.tracking import Tracker
 
 ANSWER_TIMEOUT = timedelta(days=1)
+BEFORE_PROMPTS = 8
+"""Prompts decoded by the untrained drafter: it accepts next to nothing, so more say no more."""
+BEFORE_TOKENS = 16
+"""Tokens of each of them."""
 
 
 class Decoding:
@@ -23,22 +27,29 @@ class Decoding:
         self.active = cast.place.is_main
         prompts = min(job.config.evaluate.decode_prompts, len(job.prepared.heldout.lengths))
         self.prompts = prompts
+        self.max_new_tokens = job.config.evaluate.max_new_tokens
         self.folder = job.folder / "decode"
         self.tracker = tracker
         self.asking = Asking(cast.client(), cast.place.targets_per_node, ANSWER_TIMEOUT)
         self.summaries: dict[int, dict[str, Any]] = {}
 
-    def ask(self, model: DFlashDraftModel, step: int, max_new_tokens: int) -> None:
+    def ask_before(self, model: DFlashDraftModel) -> None:
+        """Request a short decoding with the untrained drafter."""
+        if self.active and self.prompts:
+            save_drafter(model, self._weights(0))
+            self.asking.ask(self._weights(0), 0, min(BEFORE_PROMPTS, self.prompts), BEFORE_TOKENS)
+
+    def ask(self, model: DFlashDraftModel, step: int) -> None:
         """Write the drafter as it is and request its decoding."""
         if self.active and self.prompts:
             save_drafter(model, self._weights(step))
-            self.asking.ask(self._weights(step), step, max_new_tokens)
+            self.asking.ask(self._weights(step), step, self.prompts, self.max_new_tokens)
 
-    def ask_export(self, folder: Path, step: int, max_new_tokens: int) -> None:
+    def ask_export(self, folder: Path, step: int) -> None:
         """Request the decoding of an exported drafter."""
         if self.active and self.prompts:
             self.folder.mkdir(exist_ok=True)
-            self.asking.ask(folder, step, max_new_tokens)
+            self.asking.ask(folder, step, self.prompts, self.max_new_tokens)
 
     def collect(self, wait: bool) -> None:
         """Log the answers that have come; with ``wait``, all that are still open."""

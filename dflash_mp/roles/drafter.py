@@ -38,9 +38,6 @@ from dflash_mp.wire.stream import Receiver, open_edges
 
 log = logging.getLogger(__name__)
 
-BEFORE_TOKENS = 16
-"""Tokens decoded per prompt by the untrained drafter: it accepts nothing, so more says no more."""
-
 
 def run_drafter(cast: Cast, job: Job) -> None:
     """Play the drafter's part from the initial weights to the export."""
@@ -61,7 +58,7 @@ def run_drafter(cast: Cast, job: Job) -> None:
     frames = iter(receiver)
     tracker = Tracker(accelerator, job.folder, job.plan.steps, 0, flat(config))
     decoding = Decoding(cast, job, tracker)
-    decoding.ask(model, 0, BEFORE_TOKENS)
+    decoding.ask_before(model)
     heldout = [kept(batch) for _, batch in take(frames, job.plan.heldout_frames)]
 
     meter = Meter(cast, job, receiver)
@@ -86,7 +83,7 @@ def run_drafter(cast: Cast, job: Job) -> None:
         if accelerator.is_main_process and due(step, config.checkpoint.interval, last):
             save_checkpoint(job, step, model, optimizer)
         if not last and due(step, config.evaluate.decode_interval, last):
-            decoding.ask(model, step, config.evaluate.max_new_tokens)
+            decoding.ask(model, step)
         decoding.collect(wait=False)
 
     finish(accelerator, job, model, heldout, decoding, tracker)
@@ -107,7 +104,7 @@ def finish(
     export = job.folder / "export"
     if accelerator.is_main_process:
         save_drafter(model, export)
-        decoding.ask_export(export, steps, config.evaluate.max_new_tokens)
+        decoding.ask_export(export, steps)
     # All drafters: the export is on disk.
     accelerator.wait_for_everyone()
     device = accelerator.device

@@ -25,9 +25,9 @@ class Asking:
         self.asked = 0
         self.open: list[tuple[int, int]] = []
 
-    def ask(self, folder: Path, step: int, max_new_tokens: int) -> None:
-        """Request the decoding of all prompts with the drafter in ``folder``."""
-        request = {"folder": str(folder), "step": step, "max_new_tokens": max_new_tokens}
+    def ask(self, folder: Path, step: int, prompts: int, max_new_tokens: int) -> None:
+        """Request the decoding of the first ``prompts`` held-out prompts with a drafter."""
+        request = {"folder": str(folder), "prompts": prompts, "max_new_tokens": max_new_tokens}
         self.store.set(f"decode/{self.asked}", json.dumps(request))
         self.open.append((self.asked, step))
         self.asked += 1

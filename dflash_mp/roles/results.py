@@ -56,9 +56,10 @@ def acceptance_lines(results: dict[str, Any]) -> list[str]:
     if after is None:
         return ["no held-out prompts were decoded (evaluate.decode_prompts, data.heldout)"]
     lines = [
-        f"acceptance length on {after['prompts']} held-out prompts: "
-        f"{before['acceptance_length']:.2f} before training, "
-        f"{after['acceptance_length']:.2f} after ({after['cycles']} cycles)",
+        f"acceptance length before training: {before['acceptance_length']:.2f} "
+        f"({before['prompts']} prompts, {before['cycles']} cycles)",
+        f"acceptance length after training:  {after['acceptance_length']:.2f} "
+        f"({after['prompts']} held-out prompts, {after['cycles']} cycles)",
         f"greedy output identical to the target's on {after['greedy']} of {after['prompts']}",
     ]
     if results["simulated"]:

@@ -96,9 +96,8 @@ def decode_share(
         settings = DecodeSettings(
             max_new_tokens=request["max_new_tokens"], stop_ids=stop_ids(model)
         )
-        count = min(job.config.evaluate.decode_prompts, len(job.prepared.heldout.lengths))
         results = []
-        for document in range(cast.place.role_rank, count, targets):
+        for document in range(cast.place.role_rank, request["prompts"], targets):
             prompt = first_prompt(*job.prepared.heldout.document(document))
             decoded = speculative_decode(model, drafter, head, prompt, settings)
             results.append(

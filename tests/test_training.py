@@ -1,0 +1,142 @@
+"""Whole jobs of several processes on a tiny target: same weights whatever the topology."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+pytestmark = pytest.mark.distributed
+
+Launch = Callable[..., object]
+
+
+def trained(folder: Path) -> dict[str, Tensor]:
+    """The float32 weights of the last checkpoint of a run."""
+    return load_file(sorted((folder / "checkpoints").glob("step-*"))[-1] / "model.safetensors")
+
+
+def ran(result: object, folder: Path) -> dict[str, Tensor]:
+    assert result.returncode == 0, result.stderr[-3000:]
+    return trained(folder)
+
+
+@pytest.fixture
+def reference(launch: Launch, tmp_path: Path) -> dict[str, Tensor]:
+    """One target, one drafter, under torchrun."""
+    folder = tmp_path / "reference"
+    return ran(launch(2, f"output_dir={folder}"), folder)
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different
+
+
+def test_weights_are_bit_equal_for_any_targets_slots_launcher_and_delay(
+    launch: Launch, reference: dict[str, Tensor], tmp_path: Path
+) -> None:
+    slow = Path(__file__).parent / "slow_target.py"
+    jobs = {
+        "2+1, one slot": {"ranks": 3, "overrides": ["wire.slots=1"]},
+        "3+1": {"ranks": 4, "overrides": ["topology.targets=3"]},
+        "2+1, spawn": {"ranks": 3, "overrides": [], "spawn": True},
+        "2+1, delayed at random": {"ranks": 3, "overrides": [], "script": slow},
+    }
+    for name, job in jobs.items():
+        folder = tmp_path / name.replace(",", "").replace(" ", "-")
+        overrides = job.pop("overrides")
+        result = launch(job.pop("ranks"), f"output_dir={folder}", *overrides, **job)
+        assert_same_bits(ran(result, folder), reference)
+
+
+def test_two_drafters_differ_from_one_by_rounding_only(
+    launch: Launch, reference: dict[str, Tensor], tmp_path: Path
+) -> None:
+    folder = tmp_path / "two"
+    weights = ran(launch(3, "topology.drafters=2", f"output_dir={folder}"), folder)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, reference[name], atol=2e-5, rtol=1e-4)
+    one, two = (
+        [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        for path in (tmp_path / "reference", folder)
+    )
+    for key in ("train/loss", "train/grad_norm", "eval/acceptance_length", "eval/loss"):
+        values = [[row[key] for row in rows if key in row] for rows in (one, two)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4), key
+
+
+def test_a_lost_frame_ends_the_job_with_an_error_that_names_it(
+    launch: Launch, tmp_path: Path
+) -> None:
+    lossy = Path(__file__).parent / "lossy_target.py"
+    result = launch(2, "wire.timeout_s=3", script=lossy, timeout=90)
+    assert result.returncode != 0
+    assert "drafter0: frame 4" in result.stderr
+    assert "did not come within 3 s" in result.stderr
+
+
+@pytest.mark.parametrize("spawn", [False, True], ids=["torchrun", "spawn"])
+@pytest.mark.parametrize("rank", [0, 2], ids=["target", "drafter"])
+def test_a_killed_rank_ends_the_job(launch: Launch, tmp_path: Path, rank: int, spawn: bool) -> None:
+    launcher = launch(3, "steps=100000", spawn=spawn, wait=False)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    try:
+        deadline = time.monotonic() + 90
+        while not metrics.exists():
+            assert launcher.poll() is None, launcher.stderr.read()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.kill(children(launcher.pid)[rank], signal.SIGKILL)
+        _, stderr = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert launcher.returncode != 0
+    assert f"rank {rank} signal SIGKILL" in stderr or "Signal 9 (SIGKILL)" in stderr
+
+
+def children(pid: int) -> list[int]:
+    """The ranks that a launcher has started, in order."""
+    ranks = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes():
+                ranks.append(int(child))
+    return sorted(ranks)
+
+
+def test_a_run_leaves_what_it_promises(launch: Launch, tmp_path: Path) -> None:
+    result = launch(
+        3, "evaluate.decode_prompts=3", "evaluate.decode_interval=2", "trackers=[tensorboard]"
+    )
+    folder = tmp_path / "run"
+    ran(result, folder)
+    facts = json.loads((folder / "run.json").read_text())
+    assert {"command", "commit", "packages"} <= facts.keys()
+    assert any("output_dir=" in word for word in facts["command"])
+    assert sorted(path.name for path in (folder / "export").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
+    for name in ("loss.png", "acceptance.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    assert list(folder.glob("dflash_mp/events.out.tfevents.*"))
+    summary = json.loads((folder / "data.json").read_text())
+    assert summary["train"]["read"] == 24
+    results = json.loads((folder / "results.json").read_text())
+    assert results["decoded"]["greedy"] == results["decoded"]["prompts"] == 3
+    assert results["decoded_before"]["acceptance_length"] >= 1.0
+    for word in ("acceptance length after training", "checkpoints", "export", "plots"):
+        assert word in result.stdout
+    again = launch(3, spawn=True)
+    assert again.returncode == 2
+    assert "already holds a run" in again.stderr
+    assert "Traceback" not in again.stderr
