@@ -124,6 +124,7 @@ def _refuse_surrogates(value: Any) -> None:
 
 def read_row(row: dict[str, Any], names: RowNames) -> Row:
     """Recognise the shape of a row and normalise it; raises ``Dropped``."""
+    whole, row = row, {key: value for key, value in row.items() if value is not None}
     for ours, theirs in names.columns.items():
         if theirs in row:
             row = {**row, ours: row[theirs]}
@@ -151,7 +152,9 @@ def read_row(row: dict[str, Any], names: RowNames) -> Row:
         return TextRow(row["text"])
     if isinstance(row.get("text"), str):
         raise Dropped("preformatted_text", "set data.columns.text=text to train on rendered text")
-    raise Dropped("unknown_shape", f"keys {', '.join(sorted(map(str, row))) or '(none)'}")
+    if any(key in whole for key in CONVERSATION_KEYS):
+        raise Dropped("empty_conversation", "null")
+    raise Dropped("unknown_shape", f"keys {', '.join(sorted(map(str, whole))) or '(none)'}")
 
 
 def _turns(value: Any, role: str) -> list[Any]:
@@ -162,11 +165,11 @@ def _token_row(row: dict[str, Any]) -> TokenRow:
     ids, mask = row["input_ids"], row.get("loss_mask")
     if mask is None:
         raise Dropped("bad_token_ids", "input_ids without loss_mask")
-    if not (_is_ids(ids) and _is_ids(mask) and len(ids) == len(mask)):
+    if not (_is_ids(ids) and isinstance(mask, list) and len(ids) == len(mask)):
         raise Dropped("bad_token_ids", "input_ids and loss_mask must be equally long lists of ints")
-    if not all(value in (0, 1) for value in mask):
+    if not all(type(value) in (int, bool) and value in (0, 1) for value in mask):
         raise Dropped("bad_token_ids", "loss_mask must hold 0 and 1 only")
-    return TokenRow(ids, mask)
+    return TokenRow(ids, [int(value) for value in mask])
 
 
 def _is_ids(value: Any) -> bool:
@@ -179,8 +182,8 @@ def _from_turns(
     if isinstance(turns, str):
         turns = _parse_json(turns, "conversation is text that is not JSON")
         repairs += ("json_text_parsed",)
-    if turns is None or turns == []:
-        raise Dropped("empty_conversation", "null" if turns is None else "no messages")
+    if turns == []:
+        raise Dropped("empty_conversation", "no messages")
     if not isinstance(turns, list):
         raise Dropped("unknown_shape", f"the conversation is a {type(turns).__name__}")
     changed: list[str] = []
@@ -242,6 +245,7 @@ def _responses(
 def _message(turn: Any, names: RowNames, changed: list[str]) -> Message:
     if not isinstance(turn, dict):
         raise Dropped("unknown_shape", f"a message is a {type(turn).__name__}, not an object")
+    turn = {key: value for key, value in turn.items() if value is not None}
     role_key = next((k for k in (names.columns.get("role"), "role", "from") if k in turn), None)
     if role_key is None:
         raise Dropped("missing_role", f"a message has the keys {', '.join(map(str, turn))}")
@@ -250,7 +254,7 @@ def _message(turn: Any, names: RowNames, changed: list[str]) -> Message:
         (k for k in (names.columns.get("content"), "content", "value") if k in turn), None
     )
     content = turn[content_key] if content_key is not None else None
-    message: Message = {key: turn[key] for key in MESSAGE_KEYS if turn.get(key) is not None}
+    message: Message = {key: turn[key] for key in MESSAGE_KEYS if key in turn}
     if content is None and not message.get("tool_calls"):
         raise Dropped("missing_content", f"no content in a turn of the {role}")
     if not all(isinstance(message.get(key, ""), str) for key in REASONING_KEYS):

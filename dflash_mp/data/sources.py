@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import re
 import zlib
 from collections.abc import Iterator
@@ -20,10 +21,12 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from dflash_mp.config import UserError, require
 
+log = logging.getLogger(__name__)
+
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
 SHIPPED = ("narrow", "mixed")
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 CHUNK = 1 << 20
 
 
@@ -118,8 +121,11 @@ def content_hash(source: Source) -> str:
     if source.is_hub:
         digest.update(_hub_fingerprint(source).encode())
     for path in source.files:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        try:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise UserError(f"data: cannot read {path}: {error.strerror or error}") from error
     return digest.hexdigest()
 
 
@@ -128,12 +134,16 @@ def read_rows(source: Source) -> Iterator[RawRow]:
     if source.is_hub:
         yield from _read_hub(source)
     for path in source.files:
-        if _kind(path) == ".parquet":
-            yield from _read_parquet(path)
-        elif _kind(path) == ".json":
-            yield from _read_json(path)
-        else:
-            yield from _read_lines(path)
+        reader = READERS.get(_kind(path), _read_lines)
+        last = f"{path.name}:0"
+        try:
+            for raw in reader(path):
+                last = raw.where
+                yield raw
+        except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+            # A damaged archive has no next line: what could be read has been.
+            log.warning("%s cannot be read beyond %s: %s", path, last, error)
+            yield RawRow(last, Dropped("damaged_file", f"unreadable from here on: {error}"))
 
 
 def _open(path: Path) -> BinaryIO:
@@ -148,19 +158,11 @@ def _open(path: Path) -> BinaryIO:
 
 def _read_lines(path: Path) -> Iterator[RawRow]:
     """JSONL. A binary file splits on ``\\n`` alone: U+2028 and its kind stay inside their row."""
-    number = 0
     with _open(path) as file:
-        try:
-            for line in file:
-                number += 1
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if line.strip():
-                    yield RawRow(f"{path.name}:{number}", line)
-        except (OSError, EOFError, zlib.error) as error:
-            # A damaged archive has no next line: what could be read has been.
-            where = f"{path.name}:{number + 1}"
-            yield RawRow(where, Dropped("damaged_file", f"unreadable from here on: {error}"))
+        for number, line in enumerate(file, start=1):
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if line.strip():
+                yield RawRow(f"{path.name}:{number}", line)
 
 
 def _read_json(path: Path) -> Iterator[RawRow]:
@@ -246,15 +248,23 @@ def _read_array(path: Path) -> Iterator[RawRow]:
 
 def _read_parquet(path: Path) -> Iterator[RawRow]:
     number = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield RawRow(f"{path.name}:{number}", row)
-    except (pa.ArrowException, OSError) as error:
-        where = f"{path.name}:{number + 1}"
-        yield RawRow(where, Dropped("damaged_file", f"unreadable from here on: {error}"))
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=256):
+            for row in batch.to_pylist():
+                number += 1
+                yield RawRow(f"{path.name}:{number}", _without_nulls(row))
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` less what Arrow adds: every object of a column gets the keys of all of them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+READERS = {".parquet": _read_parquet, ".json": _read_json}
 
 
 def _hub_fingerprint(source: Source) -> str:
@@ -271,10 +281,11 @@ def _read_hub(source: Source) -> Iterator[RawRow]:
 
     try:
         rows = datasets.load_dataset(source.name, split=source.split, streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield RawRow(f"{source.name}:{number}", _object(_without_nulls(row)))
     except Exception as error:
+        # Whatever the library and the network may raise.
         raise UserError(_hub_problem(source, error)) from error
-    for number, row in enumerate(rows, start=1):
-        yield RawRow(f"{source.name}:{number}", _object(row))
 
 
 def _hub_problem(source: Source, error: Exception) -> str:
