@@ -123,9 +123,8 @@ def _eager(layout: Layout, rule: Rule) -> Attend:
 
 @dataclass(frozen=True)
 class _Group:
-    """Consecutive blocks that share one slice of the context."""
+    """``BLOCKS_PER_GROUP`` consecutive blocks that share one slice of the context."""
 
-    blocks: slice
     context: slice
     mask: Tensor
     """``[rows, keys]`` bool over the group's block slots and its own keys."""
@@ -142,12 +141,13 @@ def _sdpa(layout: Layout, rule: Rule) -> Attend:
     def attend(
         query: Tensor, context_key: Tensor, context_value: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
+        # split, not slices: the backward of a slice fills a whole tensor with zeros.
+        parts = zip(*(t.split(BLOCKS_PER_GROUP) for t in (query, key, value)), strict=True)
         out = []
-        for group in groups:
-            rows = query[group.blocks].flatten(0, 1)  # [g * B, N, D]
-            keys = torch.cat([context_key[group.context], key[group.blocks].flatten(0, 1)])
-            values = torch.cat([context_value[group.context], value[group.blocks].flatten(0, 1)])
-            out.append(_grouped_heads(rows, keys, values, group.mask))
+        for group, (own_query, own_key, own_value) in zip(groups, parts, strict=True):
+            keys = torch.cat([context_key[group.context], own_key.flatten(0, 1)])
+            values = torch.cat([context_value[group.context], own_value.flatten(0, 1)])
+            out.append(_grouped_heads(own_query.flatten(0, 1), keys, values, group.mask))
         rows = torch.cat(out).view(query.shape)
         return torch.where(layout.valid[:, None, None, None], rows, 0.0)
 
@@ -197,7 +197,7 @@ def _groups(layout: Layout, rule: Rule) -> list[_Group]:
             context = context & (key >= anchor + slot - (rule.window - 1))
         block = torch.block_diag(*[own] * count).bool()  # [g * B, g * B]
         context = context.expand(count, size, -1).reshape(count * size, -1)
-        groups.append(_Group(members, slice(low, high), torch.cat([context, block], dim=1)))
+        groups.append(_Group(slice(low, high), torch.cat([context, block], dim=1)))
     return groups
 
 

@@ -94,11 +94,14 @@ class DraftAttention(nn.Module):
         rotation: Rotation,
         attend: Attend,
     ) -> Tensor:
-        """``hidden [A, B, H]``, context keys and values ``[S, G, D]`` -> ``[A, B, H]``."""
+        """``hidden [A, B, H]``, context keys and values ``[S, G, D]`` -> ``[A, B, N * D]``.
+
+        The caller applies ``o_proj``.
+        """
         key, value = self.keys_values(hidden, rotation)  # [A, B, G, D]
         query = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)))
         query = rotate(query, rotation).to(value.dtype)  # [A, B, N, D]
-        return self.o_proj(attend(query, *context, key, value).flatten(-2))
+        return attend(query, *context, key, value).flatten(-2)
 
 
 class DraftLayer(nn.Module):
@@ -112,10 +115,21 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
-        self, hidden: Tensor, context: tuple[Tensor, Tensor], rotation: Rotation, attend: Attend
+        self,
+        hidden: Tensor,
+        context: tuple[Tensor, Tensor],
+        rotation: Rotation,
+        attend: Attend,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """``hidden [A, B, H]`` -> ``[A, B, H]``."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), context, rotation, attend)
+        """``hidden [A, B, H]`` -> ``[A, B, H]``, or ``[R, H]`` for flat slot indices ``rows [R]``.
+
+        What follows attention works row by row, so only the rows that are asked for are computed.
+        """
+        attended = self.self_attn(self.input_layernorm(hidden), context, rotation, attend)
+        if rows is not None:
+            attended, hidden = (t.flatten(0, 1).index_select(0, rows) for t in (attended, hidden))
+        hidden = hidden + self.self_attn.o_proj(attended)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -146,70 +160,69 @@ class DFlashDraftModel(nn.Module):
         hidden_states: Tensor,
         context_position_ids: Tensor,
         blocks: Blocks,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states of every block slot, after the final norm; zeros in padded blocks.
+        """Hidden states of block slots, after the final norm. Every parameter is in their graph.
 
         Args:
             noise_embedding: ``[A, B, H]`` target embeddings of ``blocks.input_ids``.
             hidden_states: ``[S, n * H]`` tapped target features of the packed row.
             context_position_ids: ``[S]`` positions inside each document.
             blocks: where the blocks are.
+            rows: ``[A, B]`` bool, the slots that are needed; all of them in valid blocks.
 
         Returns:
-            ``[A, B, H]``. Every parameter is in its graph, even with no valid block.
+            ``[A, B, H]`` with zeros in padded blocks; with ``rows`` just those ``[R, H]`` in
+            order, for which the last layer's row-wise work is done.
         """
-        if self.attention == "flex":  # fixed shapes: nothing may depend on how many are valid
-            layout = block_layout(blocks, hidden_states.shape[0])
-            return self._blocks(
-                noise_embedding, hidden_states, context_position_ids, blocks.position_ids, layout
-            )
-        kept = blocks.valid.nonzero().flatten()  # [kept]
-        if kept.numel() == 0:  # one padded block keeps all parameters in the graph
-            kept = torch.zeros(1, dtype=torch.int64, device=blocks.valid.device)
-        low = int(blocks.context_start[kept].min())
-        high = int(blocks.anchors[kept].max())
+        size = blocks.input_ids.shape[1]
+        kept, low, high = self._extent(blocks, hidden_states.shape[0])
         layout = Layout(
             anchors=blocks.anchors[kept] - low,
             context_start=blocks.context_start[kept] - low,
             valid=blocks.valid[kept],
-            block_size=blocks.input_ids.shape[1],
+            block_size=size,
             context_length=high - low,
         )
-        hidden = self._blocks(
-            noise_embedding[kept],
-            hidden_states[low:high],
-            context_position_ids[low:high],
-            blocks.position_ids[kept],
-            layout,
-        )
-        hidden = torch.where(layout.valid[:, None, None], hidden, 0.0)
-        out = hidden.new_zeros(noise_embedding.shape)
-        return out.index_copy(0, kept, hidden)
-
-    def _blocks(
-        self,
-        noise_embedding: Tensor,
-        hidden_states: Tensor,
-        context_position_ids: Tensor,
-        position_ids: Tensor,
-        layout: Layout,
-    ) -> Tensor:
-        context = self.project(hidden_states)  # [S, H]
-        context_rotation = self.rotary_emb.rotation(context_position_ids)
-        rotation = self.rotary_emb.rotation(position_ids)
+        context = self.project(hidden_states[low:high])  # [S, H]
+        context_rotation = self.rotary_emb.rotation(context_position_ids[low:high])
+        rotation = self.rotary_emb.rotation(blocks.position_ids[kept])
         attends = {rule: make_attend(self.attention, layout, rule) for rule in set(self.rules)}
-        hidden = noise_embedding
-        for layer, rule in self._layers():
+        picked = None if rows is None else rows[kept].flatten().nonzero().flatten()  # [R]
+        hidden = noise_embedding[kept].to(self.fc.weight.dtype)  # fp32 residual under autocast
+        last = len(self.rules) - 1
+        for i, (layer, rule) in enumerate(self._layers()):
             keys_values = layer.self_attn.keys_values(context, context_rotation)
-            hidden = layer(hidden, keys_values, rotation, attends[rule])
-        return self.norm(hidden)
+            only = picked if i == last else None
+            hidden = layer(hidden, keys_values, rotation, attends[rule], only)
+        hidden = self.norm(hidden)
+        if rows is not None:
+            return hidden
+        hidden = torch.where(layout.valid[:, None, None], hidden, 0.0)
+        return hidden.new_zeros(noise_embedding.shape).index_copy(0, kept, hidden)
+
+    def _extent(self, blocks: Blocks, length: int) -> tuple[Tensor, int, int]:
+        """Blocks to compute and the slice of the row they can see.
+
+        Flex works on fixed shapes, so it gets everything. The others skip padded blocks; if all
+        are padded one is kept, so that every parameter still gets a gradient.
+        """
+        device = blocks.valid.device
+        if self.attention == "flex":
+            return torch.arange(blocks.valid.numel(), device=device), 0, length
+        kept = blocks.valid.nonzero().flatten()  # [kept]
+        if kept.numel() == 0:
+            return torch.zeros(1, dtype=torch.int64, device=device), 0, 0
+        return kept, int(blocks.context_start[kept].min()), int(blocks.anchors[kept].max())
 
     def _layers(self) -> Iterator[tuple[DraftLayer, Rule]]:
         return zip(cast(Iterable[DraftLayer], self.layers), self.rules, strict=True)
 
     def project(self, hidden_states: Tensor) -> Tensor:
         """Context features: ``[S, n * H]`` target hidden states -> ``[S, H]``."""
-        return self.hidden_norm(self.fc(hidden_states.to(self.fc.weight.dtype)))
+        if not torch.is_autocast_enabled(hidden_states.device.type):
+            hidden_states = hidden_states.to(self.fc.weight.dtype)
+        return self.hidden_norm(self.fc(hidden_states))
 
     def draft(
         self, noise_embedding: Tensor, new_hidden_states: Tensor, cache: DraftCache
@@ -242,7 +255,7 @@ class DFlashDraftModel(nn.Module):
         )
         backend = "eager" if self.attention == "eager" else "sdpa"
         attends = {rule: make_attend(backend, layout, rule) for rule in set(self.rules)}
-        hidden = noise_embedding[None]  # [1, B, H]
+        hidden = noise_embedding[None].to(self.fc.weight.dtype)  # [1, B, H]
         for i, (layer, rule) in enumerate(self._layers()):
             key, value = layer.self_attn.keys_values(context, new_rotation)
             if start:
@@ -274,17 +287,6 @@ def rotate(states: Tensor, rotation: Rotation) -> Tensor:
     """Apply rotary position embedding in fp32 to ``states [..., heads, D]``."""
     cos, sin = rotation[0].unsqueeze(-2), rotation[1].unsqueeze(-2)
     return states.float() * cos + rotate_half(states.float()) * sin
-
-
-def block_layout(blocks: Blocks, context_length: int) -> Layout:
-    """The layout of all anchor slots over the whole packed row."""
-    return Layout(
-        anchors=blocks.anchors,
-        context_start=blocks.context_start,
-        valid=blocks.valid,
-        block_size=blocks.input_ids.shape[1],
-        context_length=context_length,
-    )
 
 
 def layer_rules(config: Qwen3Config) -> list[Rule]:

@@ -251,3 +251,43 @@ def test_autocast_keeps_the_residual_in_fp32(
     assert seen == [torch.float32]
     assert rough.dtype == torch.float32
     assert (rough - exact).norm() / exact.norm() < 0.02
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", ["main", "tail"])
+def test_needed_rows_alone_equal_the_same_rows_of_all(
+    case: str,
+    attention: str,
+    drafter: DFlashDraftModel,
+    head: FrozenHead,
+    golden_row: GoldenRow,
+):
+    drafter.attention = attention
+    batch, blocks = golden_row(case, 1)
+    arguments = (head.embed(blocks.input_ids), batch.hidden_states, batch.position_ids, blocks)
+    everything = drafter(*arguments)[blocks.supervised]
+    alone = drafter(*arguments, rows=blocks.supervised)
+    torch.testing.assert_close(alone, everything, atol=1e-6, rtol=0)
+    weights = torch.randn(alone.shape, generator=torch.Generator().manual_seed(0))
+    parameters = list(drafter.parameters())
+    gradients = [
+        torch.autograd.grad((rows * weights).sum(), parameters) for rows in (everything, alone)
+    ]
+    for full, part in zip(*gradients, strict=True):
+        torch.testing.assert_close(part, full, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", ["none valid", "none supervised"])
+def test_no_rows_still_reach_every_parameter(
+    rows: str, drafter: DFlashDraftModel, head: FrozenHead, golden_row: GoldenRow
+):
+    batch, blocks = golden_row("main", 0)
+    valid = torch.full((5,), rows == "none supervised")
+    blocks = make_blocks(batch, blocks.anchors, valid, BLOCK, MASK)
+    needed = torch.zeros_like(blocks.supervised)
+    hidden = drafter(
+        head.embed(blocks.input_ids), batch.hidden_states, batch.position_ids, blocks, rows=needed
+    )
+    assert hidden.shape == (0, 64)
+    hidden.sum().backward()
+    assert all((parameter.grad == 0).all() for parameter in drafter.parameters())
