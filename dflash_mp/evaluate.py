@@ -34,20 +34,13 @@ from dflash_mp.data.responses import stop_token_ids
 from dflash_mp.data.sources import Dropped, read_rows, resolve_sources
 from dflash_mp.drafter.checkpoint_format import load_drafter, read_drafter_config
 from dflash_mp.drafter.hf_config import read_config
+from dflash_mp.drafter_source import DrafterSource, spell_path
 from dflash_mp.speculate import DecodeSettings
 from dflash_mp.target.model import load_config, load_target, load_tokenizer
 
 log = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
-
-
-@dataclass
-class DrafterSource:
-    """Where the drafter is; on the command line ``drafter=<path>`` is enough."""
-
-    path: str = MISSING
-    revision: str | None = MISSING
 
 
 @dataclass
@@ -105,12 +98,14 @@ def evaluate(config: EvaluateRun, folder: Path) -> None:
     device = choose_device(config.threads)
     target_config = load_config(config.target)
     # Whatever is wrong with the input is found before weights are loaded.
-    source = config.drafter
-    check_pair(read_config(read_drafter_config(source.path, source.revision)), target_config)
+    path, revision = config.drafter.path, config.drafter.revision
+    require(path is not None, "drafter: name a checkpoint, an export folder or a hub name")
+    assert path is not None
+    check_pair(read_config(read_drafter_config(path, revision)), target_config)
     tokenizer = load_tokenizer(config.target)
     prompts = encode_prompts(config, tokenizer, target_config)
     target: PreTrainedModel = load_target(config.target, device)
-    drafter = load_drafter(source.path, target.dtype, device, revision=source.revision).eval()
+    drafter = load_drafter(path, target.dtype, device, revision=revision).eval()
     settings = DecodeSettings(
         max_new_tokens=config.max_new_tokens,
         stop_ids=tuple(stop_token_ids(target, tokenizer)),
@@ -248,19 +243,6 @@ def report(config: EvaluateRun, folder: Path, rows: list[Row], block_sizes: Sequ
 ConfigStore.instance().store(name="evaluate_schema", node=EvaluateRun)
 
 
-def spell_drafter(arguments: list[str]) -> list[str]:
-    """Command line arguments with ``drafter=<folder>`` written as ``drafter.path=<folder>``.
-
-    The trainer has a group of configuration files of that name, among which Hydra would look for
-    the folder.
-    """
-    short = "drafter="
-    return [
-        f"drafter.path={argument.removeprefix(short)}" if argument.startswith(short) else argument
-        for argument in arguments
-    ]
-
-
 if __name__ == "__main__":
-    sys.argv[1:] = spell_drafter(sys.argv[1:])
+    sys.argv[1:] = spell_path(sys.argv[1:], "drafter")
     run_command("evaluate", EvaluateRun, evaluate)

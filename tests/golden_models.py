@@ -96,14 +96,6 @@ def drafter_for(
     return model.eval()
 
 
-def head_of(target: PreTrainedModel) -> FrozenHead:
-    """Embedding and head of a loaded target."""
-    return FrozenHead(
-        target.get_input_embeddings().weight.detach(),
-        target.get_output_embeddings().weight.detach(),
-    )
-
-
 @torch.no_grad()
 def packed_features(
     target: PreTrainedModel, documents: list[tuple[list[int], list[int]]], padding: int = 0

@@ -20,7 +20,8 @@ from dflash_mp.acceptance import (
 )
 from dflash_mp.acceptance_report import table
 from dflash_mp.config import UserError, config_dir, to_config
-from dflash_mp.evaluate import EvaluateRun, encode_prompts, evaluate, read_prompts, spell_drafter
+from dflash_mp.drafter_source import spell_path
+from dflash_mp.evaluate import EvaluateRun, encode_prompts, evaluate, read_prompts
 from dflash_mp.speculate import DecodeSettings, plain_decode
 from dflash_mp.target.model import load_config, load_tokenizer
 from golden_models import (
@@ -214,8 +215,10 @@ def test_bad_settings_are_refused(folder):
             configure(folder, override)
 
 
-def test_drafter_may_be_named_without_its_key():
-    assert spell_drafter(["drafter=a/b", "seed=1"]) == ["drafter.path=a/b", "seed=1"]
+def test_drafter_may_be_named_without_path():
+    arguments = ["drafter=a/b", "drafter.revision=main", "seed=1"]
+    expected = ["drafter.path=a/b", "drafter.revision=main", "seed=1"]
+    assert spell_path(arguments, "drafter") == expected
 
 
 def test_far_apart_simulation_is_explained():
