@@ -7,11 +7,11 @@ from dflash_mp.data.responses import Messages, Respond, Response, Skipped, row_s
 
 def open_turns(messages: Messages) -> list[int]:
     """Positions of the user turns that no assistant turn follows."""
-    following = [message["role"] for message in messages[1:]] + [""]
+    roles = [message["role"] for message in messages]
     return [
         position
-        for position, (message, after) in enumerate(zip(messages, following, strict=True))
-        if message["role"] == "user" and after != "assistant"
+        for position, role in enumerate(roles)
+        if role == "user" and roles[position + 1 : position + 2] != ["assistant"]
     ]
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -266,7 +266,8 @@ def test_resumes_after_a_kill_at_any_byte(tmp_path, prompt_file):
     run(prompts, whole, echo)
     assert [row["id"] for row in read(whole)] == [f"p{n}" for n in range(len(prompts))]
 
-    for cut in range(0, len(lines) + 1, 41):
+    line_end = lines.index(b"\n") + 1
+    for cut in (*range(0, len(lines), 97), line_end - 1, line_end, len(lines)):
         output = tmp_path / f"cut{cut}.jsonl"
         folder = tmp_path / f"cut{cut}.jsonl.parts-{'d' * 12}"
         folder.mkdir()
@@ -291,6 +292,16 @@ def test_ranks_together_write_what_one_rank_writes(tmp_path, prompt_file):
     run(prompts, tmp_path / "two.jsonl", echo, rank=2, world_size=3, merge=False)
     run(prompts, tmp_path / "two.jsonl", echo, rank=1, world_size=2, merge=False)
     run(prompts, tmp_path / "two.jsonl", echo, rank=0, world_size=2)
+    assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+
+
+def test_torn_line_of_a_rank_that_is_gone_is_not_taken(tmp_path, prompt_file):
+    prompts = load_prompts(str(prompt_file))
+    run(prompts, tmp_path / "one.jsonl", echo)
+    run(prompts, tmp_path / "two.jsonl", echo, rank=1, world_size=2, merge=False)
+    part = tmp_path / f"two.jsonl.parts-{'d' * 12}" / "rank1.jsonl"
+    part.write_bytes(part.read_bytes()[:-20])
+    run(prompts, tmp_path / "two.jsonl", echo)
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
 
 
@@ -454,10 +465,15 @@ class ChatServer(BaseHTTPRequestHandler):
         pass
 
 
+class Listener(ThreadingHTTPServer):
+    # All requests of a batch come at once.
+    request_queue_size = 64
+
+
 @pytest.fixture
 def server():
     ChatServer.requests = []
-    http = HTTPServer(("127.0.0.1", 0), ChatServer)
+    http = Listener(("127.0.0.1", 0), ChatServer)
     thread = threading.Thread(target=http.serve_forever, args=(0.02,))
     thread.start()
     yield f"http://127.0.0.1:{http.server_port}"
@@ -488,6 +504,7 @@ def test_server_replies_keep_their_reasons(server):
     respond = server_respond(server + "/v1/", "served", GREEDY)
     texts = ["fine", "long", "filtered", "bad"]
     fine, long, filtered, bad = respond([[user(text)] for text in texts], [0] * 4)
+    assert {path for path, _ in ChatServer.requests} == {"/v1/chat/completions"}
     assert fine == Response("enif", "stop", None)
     assert long == Response("gnol", "length", None)
     assert isinstance(filtered, Skipped)

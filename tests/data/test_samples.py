@@ -53,10 +53,7 @@ def test_no_prompt_appears_twice_or_on_both_sides():
 
 
 def test_at_least_sixty_heldout_responses_are_new():
-    """Near copies by any sensible rule: fewer than half of the token 4-grams are in one response.
-
-    A stricter rule than exact copies by far; the data pipeline's own is applied to a run.
-    """
+    """No single training response holds 80 % of their token 4-grams."""
 
     def grams(row):
         ids = row["response_token_ids"]
