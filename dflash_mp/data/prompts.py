@@ -1,4 +1,4 @@
-"""Prompts of our own, from a small grammar: nothing here is third-party text.
+r"""Prompts of our own, from a small grammar: nothing here is third-party text.
 
 Two kinds. *Narrow* prompts all ask for a short Python function, so that a small drafter learns
 something visible in minutes. *Mixed* prompts take turns between coding, explaining, rewriting and
