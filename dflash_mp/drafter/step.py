@@ -12,7 +12,7 @@ from dflash_mp.config import DrafterConfig, LossConfig
 from dflash_mp.drafter.anchors import make_blocks, sample_anchors
 from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.features import FeatureBatch
-from dflash_mp.losses import dpace_weights, head_cross_entropy, position_weights
+from dflash_mp.losses import HeadRows, dpace_weights, head_loss, position_weights
 
 DEFAULT_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 
@@ -48,16 +48,15 @@ def batch_loss(
     """
     anchors, valid = sample_anchors(batch, drafter.anchors_per_batch, seed)
     blocks = make_blocks(batch, anchors, valid, drafter.block_size, mask_token_id)
-    hidden = model(
-        head.embed(blocks.input_ids), batch.hidden_states, batch.position_ids, blocks
-    )  # [A, B, H]
     supervised = blocks.supervised  # [A, B]
     # On a GPU a gather of variable size would wait for the device: there all slots but the anchor
     # go to the head, with weight zero where nothing is supervised.
-    rows = supervised if hidden.device.type == "cpu" else every_slot(supervised)
-    ce_rows, correct_rows = head_cross_entropy(
-        hidden[rows], head.weight, blocks.labels[rows], loss.rows_per_chunk
-    )  # [R]
+    rows = supervised if supervised.device.type == "cpu" else every_slot(supervised)
+    hidden = model(
+        head.embed(blocks.input_ids), batch.hidden_states, batch.position_ids, blocks, rows
+    )  # [R, H]
+    through_head = HeadRows(hidden, head.weight, blocks.labels[rows], softcap=head.softcap)
+    ce_rows, correct_rows = head_loss(through_head, "ce", loss.rows_per_chunk)  # [R]
     weights = supervised.float()  # [A, B]
     if loss.kind == "dpace":
         ce = torch.zeros_like(weights)
@@ -66,10 +65,9 @@ def batch_loss(
         total = supervised.sum()
     else:
         gamma = decay_gamma(loss, drafter.block_size)
-        weights = weights * position_weights(drafter.block_size, gamma).to(weights.device)
+        weights = weights * position_weights(drafter.block_size, gamma, weights.device)
         total = weights.sum()
-    # The second term keeps every parameter in the graph when nothing is supervised.
-    value = (weights[rows] * ce_rows).sum() + 0.0 * hidden.float().sum()
+    value = (weights[rows] * ce_rows).sum()
     correct = (correct_rows & supervised[rows]).sum()
     tokens = (batch.document_ids >= 0).sum()
     counts = torch.stack(
