@@ -63,7 +63,7 @@ def make_attend(backend: str, layout: Layout, rule: Rule) -> Attend:
         case "sdpa":
             return _sdpa(layout, rule)
         case "flex":
-            return _flex(layout, rule)
+            return _flex(layout, rule, compiled=layout.anchors.is_cuda)
     raise ValueError(f"unknown attention backend {backend!r}")
 
 
@@ -201,9 +201,8 @@ def _groups(layout: Layout, rule: Rule) -> list[_Group]:
     return groups
 
 
-def _flex(layout: Layout, rule: Rule) -> Attend:
-    """FlexAttention over a block-sparse mask, compiled on CUDA. Shapes are fixed by the config."""
-    compiled = layout.anchors.is_cuda
+def _flex(layout: Layout, rule: Rule, compiled: bool) -> Attend:
+    """FlexAttention over a block-sparse mask. Compiled, it needs the same shapes at every step."""
     mask = _block_mask(layout, rule, compiled)
     kernel = _flex_kernel(compiled)
 

@@ -1,8 +1,11 @@
+import shutil
+
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
-from dflash_mp.drafter.attention import Layout, Rule, make_attend, visible_keys
+from dflash_mp.drafter.attention import Layout, Rule, _flex, make_attend, visible_keys
 
 RULES = [
     Rule(),
@@ -124,3 +127,19 @@ def test_flex_lengths_around_its_tile_size(length: int):
 def test_unknown_backend():
     with pytest.raises(ValueError, match="unknown attention backend"):
         make_attend("flash", random_case(0)[0], Rule())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@torch.no_grad()
+def test_compiled_flex_compiles_once_and_agrees():
+    """FlexAttention has no backward on a CPU; forward and mask building are the same code."""
+    graphs = []
+    for seed in range(3):
+        here, tensors = random_case(seed)
+        tensors = [tensor.detach() for tensor in tensors]
+        out = _flex(here, Rule(), compiled=True)(*tensors)
+        eager = make_attend("eager", here, Rule())(*tensors)
+        torch.testing.assert_close(out, eager, atol=2e-6, rtol=0)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[-1]
