@@ -1,1 +1,1 @@
-"""Conversations to packed micro-batches: read, tokenise, pack; and the generator that makes them."""
+"""Conversations to packed micro-batches: read, tokenise, pack; the generator that makes them."""
