@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -58,10 +59,6 @@ class Probe:
     lost: list[str] = field(default_factory=list)
     wall: float = 0.0
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
-
 
 def start_context() -> Any:
     """Return the multiprocessing context that starts fresh processes, with torch preloaded."""
@@ -70,6 +67,8 @@ def start_context() -> Any:
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    # It imports while the caller goes on.
+    forkserver.ensure_running()
     return context
 
 
@@ -110,25 +109,35 @@ def _collect(probe: Probe, waiting: dict[Connection, tuple[Any, str]], begin: fl
             assert isinstance(receiver, Connection)
             process, name = waiting.pop(receiver)
             try:
-                probe.reports.append(receiver.recv())
+                received = receiver.recv()
+                (probe.lost if isinstance(received, str) else probe.reports).append(received)
             except EOFError:
                 process.join(5)
                 probe.lost.append(f"{name} died with exit code {process.exitcode}")
             receiver.close()
             process.join(5)
+            process.kill()
     probe.wall = time.monotonic() - begin
     return probe
 
 
 def _child(cell: Cell, actor: str | None, events: Any, sender: Connection) -> None:
-    """Run the cell, or one actor of it, send the report and leave without waiting for anybody."""
+    """Run the cell, or one actor of it, and send the report; daemon threads end with this."""
     _quiet()
     sys.setswitchinterval(cell.switch_interval)
-    sender.send(run_here(cell, actor, events).as_dict())
-    sender.close()
-    sys.stderr.flush()
-    # Threads that are stuck must not keep the process.
-    os._exit(0)
+    from dflash_mp.diagnostics.stage import ActorReport, Report, failure_of
+    from dflash_mp.diagnostics.treatments import TreatmentRefused
+
+    try:
+        report = run_here(cell, actor, events)
+    except TreatmentRefused as refused:
+        sender.send(f"refused: {refused}")
+        return
+    except Exception as error:
+        # What surrounds the actors failed: the treatment, or the preparation under it.
+        setup = ActorReport("setup", failure=failure_of(error))
+        report = Report([setup], [], reached=True, serialised=False, said=[])
+    sender.send(report.as_dict())
 
 
 def _quiet() -> None:
@@ -170,7 +179,8 @@ def run_here(cell: Cell, actor: str | None, events: Any) -> Any:
             else:
                 reports = _run_threads(stage, actors, treatment, said)
             if scenario.victim is not None:
-                reports.append(stage.act("victim", scenario.victim))
+                with treatment.in_worker():
+                    reports.append(stage.act("victim", scenario.victim))
             left = left_behind()
     said = sorted({s for s in said if s})
     return Report(reports, left, stage.reached, stage.serialised, said)

@@ -177,9 +177,13 @@ def execution_lock() -> Section:
 
 
 def first_call_gate() -> Section:
-    """Let the first call of a new signature run alone and calls of seen signatures together."""
+    """Let the first call of a new signature run alone and calls of seen signatures together.
+
+    A section inside another belongs to the outer one.
+    """
     condition = threading.Condition()
     seen: set[Hashable] = set()
+    inside = threading.local()
     running = {"shared": 0, "alone": 0}
 
     def enter(alone: bool, on_wait: OnWait) -> None:
@@ -194,12 +198,17 @@ def first_call_gate() -> Section:
 
     @contextmanager
     def section(signature: Hashable, on_wait: OnWait) -> Iterator[None]:
+        if getattr(inside, "yes", False):
+            yield
+            return
         alone = signature not in seen
         enter(alone, on_wait)
+        inside.yes = True
         try:
             yield
             seen.add(signature)
         finally:
+            inside.yes = False
             with condition:
                 running["alone" if alone else "shared"] -= 1
                 condition.notify_all()
