@@ -4,7 +4,8 @@ The text of a response is its supervised tokens. Each contiguous supervised span
 its first token comes from the target's prefill, the rest in cycles; a supervised stop token belongs
 to it. On the target's own greedy text the cycles are those of real greedy decoding.
 
-Shapes: S token slots of a packed row, A anchors of one pass, B block size, H hidden size.
+Shapes: S token slots of a packed row, A anchors of one pass, B block size, H hidden size,
+R supervised slots of one pass.
 """
 
 import torch
@@ -64,21 +65,22 @@ def draft_blocks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draft one block from each of ``anchors [A]`` and compare it with the text.
 
-    Returns ``correct [A, B]`` and ``supervised [A, B]`` bool, and the cross-entropy of the ``R``
-    supervised slots, ``[R]``.
+    Returns ``correct [A, B]`` and ``supervised [A, B]`` bool, and the cross-entropy ``[R]`` of the
+    supervised slots.
     """
     config = drafter.config
     mask_token_id = config.dflash_config["mask_token_id"]
     blocks = make_blocks(batch, anchors, valid, config.block_size, mask_token_id)
     dtype = next(drafter.parameters()).dtype
+    rows = blocks.supervised
     hidden = drafter(
         head.embed(blocks.input_ids).to(dtype),
         batch.hidden_states.to(dtype),
         batch.position_ids,
         blocks,
-    )  # [A, B, H]
-    rows = blocks.supervised
-    drafted = HeadRows(hidden[rows], head.weight, blocks.labels[rows], softcap=head.softcap)
+        rows,
+    )  # [R, H]
+    drafted = HeadRows(hidden, head.weight, blocks.labels[rows], softcap=head.softcap)
     judged = head_loss(drafted, "ce", rows_per_chunk)
     correct = torch.zeros_like(rows)  # [A, B]
     correct[rows] = judged.correct

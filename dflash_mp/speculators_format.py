@@ -53,7 +53,7 @@ def speculators_config(
     block_size = drafter["block_size"]
     special = drafter["dflash_config"]
     return {
-        "architectures": ["DFlashSpeculator"],
+        "architectures": ["DFlashDraftModel"],
         "speculators_model_type": "dflash",
         "speculators_version": SPECULATORS_VERSION,
         "speculators_config": {

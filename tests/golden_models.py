@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from dflash_mp.features import FeatureBatch
 from dflash_mp.target.model import capturing
 
 GOLDEN = Path(__file__).parent / "golden"
-TAPPED = [0, 2]
+TAPPED = (0, 2)
 
 
 @cache
@@ -77,13 +78,16 @@ def hybrid_target() -> Qwen3_5ForCausalLM:
 
 
 def drafter_for(
-    target: PreTrainedModel, block_size: int = 4, mask_token_id: int = 1
+    target: PreTrainedModel,
+    block_size: int = 4,
+    mask_token_id: int = 1,
+    layer_ids: Sequence[int] = TAPPED,
 ) -> DFlashDraftModel:
     """An untrained drafter that fits ``target``."""
     shape = DrafterConfig(
         layers=1,
         block_size=block_size,
-        tapped_layers=2,
+        tapped_layers=len(layer_ids),
         sliding_layers=0,
         sliding_window=32,
         mask_token_id=mask_token_id,
@@ -91,20 +95,25 @@ def drafter_for(
         attention="sdpa",
         precision="float32",
     )
-    model = DFlashDraftModel(make_drafter_config(target.config, shape, TAPPED, mask_token_id))
+    model = DFlashDraftModel(
+        make_drafter_config(target.config, shape, list(layer_ids), mask_token_id)
+    )
     model.init_weights(seed=0)
     return model.eval()
 
 
 @torch.no_grad()
 def packed_features(
-    target: PreTrainedModel, documents: list[tuple[list[int], list[int]]], padding: int = 0
+    target: PreTrainedModel,
+    documents: list[tuple[list[int], list[int]]],
+    padding: int = 0,
+    tapped: Sequence[int] = TAPPED,
 ) -> FeatureBatch:
     """``(prompt, response)`` documents in one row, each read by the target alone."""
     ids, positions, numbers, mask, hidden = [], [], [], [], []
     for number, (prompt, response) in enumerate(documents):
         tokens = prompt + response
-        with capturing(target, TAPPED, stop=False) as states:
+        with capturing(target, list(tapped), stop=False) as states:
             target(input_ids=torch.tensor([tokens]))
         ids += tokens
         positions += range(len(tokens))
