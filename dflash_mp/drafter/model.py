@@ -169,14 +169,15 @@ class DFlashDraftModel(nn.Module):
             hidden_states: ``[S, n * H]`` tapped target features of the packed row.
             context_position_ids: ``[S]`` positions inside each document.
             blocks: where the blocks are.
-            rows: ``[A, B]`` bool, the slots that are needed; all of them in valid blocks.
+            rows: ``[A, B]`` bool, the slots that are needed; values in padded blocks mean nothing.
 
         Returns:
             ``[A, B, H]`` with zeros in padded blocks; with ``rows`` just those ``[R, H]`` in
             order, for which the last layer's row-wise work is done.
         """
         size = blocks.input_ids.shape[1]
-        kept, low, high = self._extent(blocks, hidden_states.shape[0])
+        wanted = blocks.valid if rows is None else blocks.valid | rows.any(dim=1)  # [A]
+        kept, low, high = self._extent(blocks, wanted, hidden_states.shape[0])
         layout = Layout(
             anchors=blocks.anchors[kept] - low,
             context_start=blocks.context_start[kept] - low,
@@ -201,16 +202,16 @@ class DFlashDraftModel(nn.Module):
         hidden = torch.where(layout.valid[:, None, None], hidden, 0.0)
         return hidden.new_zeros(noise_embedding.shape).index_copy(0, kept, hidden)
 
-    def _extent(self, blocks: Blocks, length: int) -> tuple[Tensor, int, int]:
+    def _extent(self, blocks: Blocks, wanted: Tensor, length: int) -> tuple[Tensor, int, int]:
         """Blocks to compute and the slice of the row they can see.
 
-        Flex works on fixed shapes, so it gets everything. The others skip padded blocks; if all
-        are padded one is kept, so that every parameter still gets a gradient.
+        Flex works on fixed shapes, so it gets everything. The others get the ``wanted [A]``
+        blocks; if there are none, one is kept, so that every parameter still gets a gradient.
         """
-        device = blocks.valid.device
+        device = wanted.device
         if self.attention == "flex":
-            return torch.arange(blocks.valid.numel(), device=device), 0, length
-        kept = blocks.valid.nonzero().flatten()  # [kept]
+            return torch.arange(wanted.numel(), device=device), 0, length
+        kept = wanted.nonzero().flatten()  # [kept]
         if kept.numel() == 0:
             return torch.zeros(1, dtype=torch.int64, device=device), 0, 0
         return kept, int(blocks.context_start[kept].min()), int(blocks.anchors[kept].max())

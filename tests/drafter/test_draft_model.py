@@ -291,3 +291,21 @@ def test_no_rows_still_reach_every_parameter(
     assert hidden.shape == (0, 64)
     hidden.sum().backward()
     assert all((parameter.grad == 0).all() for parameter in drafter.parameters())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@torch.no_grad()
+def test_rows_of_padded_blocks_keep_their_place(
+    attention: str, drafter: DFlashDraftModel, head: FrozenHead, golden_row: GoldenRow
+):
+    drafter.attention = attention
+    batch, blocks = golden_row("main", 1)
+    arguments = (head.embed(blocks.input_ids), batch.hidden_states, batch.position_ids, blocks)
+    needed = torch.ones_like(blocks.supervised)
+    needed[:, 0] = False
+    rows = drafter(*arguments, rows=needed).view(5, BLOCK - 1, -1)
+    everything = drafter(*arguments)
+    valid = blocks.valid
+    torch.testing.assert_close(rows[valid], everything[valid, 1:], atol=1e-5, rtol=0)
+    assert rows.isfinite().all()
