@@ -141,20 +141,21 @@ def _softcap_slope(logits: Tensor, softcap: float | None) -> Tensor | None:
 def _objective(
     kind: str, logits: Tensor, labels: Tensor, target: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Loss ``[r]`` and its gradient by logits ``[r, V]``; may overwrite ``logits``."""
+    """Loss ``[r]`` and its gradient by logits ``[r, V]``; overwrites ``logits`` and ``target``."""
     if kind == "ce":
         return _cross_entropy(logits, labels)
     assert target is not None
-    log_p = target.log_softmax(dim=-1)  # [r, V]
-    log_q = logits.log_softmax(dim=-1)  # [r, V]
-    p, q = log_p.exp(), log_q.exp()
+    log_p = target.sub_(target.logsumexp(dim=-1, keepdim=True))  # [r, V]
+    log_q = logits.sub_(logits.logsumexp(dim=-1, keepdim=True))  # [r, V]
+    p, q = log_p.exp(), log_q.exp()  # [r, V]
     if kind == "tv":
         return _total_variation(p, q)
-    loss = (p * (log_p - log_q)).sum(dim=-1)
-    by_logits = q - p
+    chosen = log_q.gather(1, labels[:, None])  # [r, 1]
+    loss = log_p.sub_(log_q).mul_(p).sum(dim=-1)
+    by_logits = p.neg_().add_(q, alpha=2 if kind == "ce+kl" else 1)
     if kind == "ce+kl":
-        loss = loss - log_q.gather(1, labels[:, None])[:, 0]
-        by_logits.add_(q).scatter_add_(1, labels[:, None], -torch.ones_like(q[:, :1]))
+        loss = loss - chosen[:, 0]
+        by_logits.scatter_add_(1, labels[:, None], -torch.ones_like(chosen))
     return loss, by_logits
 
 

@@ -2,6 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dflash_mp.losses import (
     KINDS,
@@ -116,6 +118,26 @@ def test_no_rows_and_no_gradient():
     assert rows.hidden.grad is not None
     with torch.no_grad():
         assert not head_loss(rows, "ce").loss.requires_grad
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the element count of the largest tensor that any operation returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_all_rows_never_exist(kind: str):
+    rows = make_rows()
+    with Largest() as largest:
+        head_loss(rows, kind, rows_per_chunk=4).loss.sum().backward()
+    assert largest.numel == rows.weight.numel() < ROWS * VOCAB
 
 
 def test_what_an_objective_needs():
