@@ -135,7 +135,8 @@ def _chunks(
     raws = _raw_chunks(sources)
     head = list(islice(raws, ROWS_FOR_MANY_CORES // ROWS_PER_CHUNK))
     more = next(raws, None)
-    progress = tqdm(desc=f"tokenising {key}", unit="row", unit_scale=True, delay=1, leave=False)
+    # Silent where nobody watches: a log does not need it.
+    progress = tqdm(desc=f"tokenising {key}", unit="row", disable=None, delay=1, leave=False)
     with progress:
         if more is None:
             for number, rows in head:

@@ -11,7 +11,7 @@ from dflash_mp.data.sources import Dropped, Source
 from dflash_mp.data.tokenize import Tokenised
 
 EXAMPLES = 5
-BUCKETS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 1 << 40)
+BUCKETS = (0, *(step << power for power in range(4, 16) for step in (2, 3)), 1 << 40)
 
 
 @dataclass
