@@ -16,21 +16,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-
-class UserError(Exception):
-    """A mistake of the user: shown as one line without a traceback, exit code 2."""
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ``UserError(message)`` unless ``condition`` holds."""
-    if not condition:
-        raise UserError(message)
-
-
-def one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse ``value`` for ``key`` unless it is one of ``choices``."""
-    require(value in choices, f"{key}={value}: must be one of {', '.join(choices)}")
-
+from dflash_mp.errors import UserError, one_of, require
+from dflash_mp.run_config import CheckpointConfig, FailureConfig
 
 ROLES = ("system", "user", "assistant", "tool")
 """What a turn of a conversation may be."""
@@ -119,7 +106,7 @@ class DataConfig:
     template_kwargs: Any = MISSING
     columns: Any = MISSING
     roles: Any = MISSING
-    near_copy_threshold: float = MISSING
+    near_copy_threshold: float | None = MISSING
     cache_dir: str | None = MISSING
 
     def __post_init__(self) -> None:
@@ -150,7 +137,7 @@ class DataConfig:
         for name, role in (self.roles or {}).items():
             one_of(f"data.roles.{name}", role, ROLES)
         require(
-            0.0 < self.near_copy_threshold <= 1.0,
+            self.near_copy_threshold is None or 0.0 < self.near_copy_threshold <= 1.0,
             f"data.near_copy_threshold={self.near_copy_threshold}: must be in (0, 1]; "
             "1 removes exact copies only",
         )
@@ -248,18 +235,6 @@ class EvaluateConfig:
 
 
 @dataclass
-class CheckpointConfig:
-    """What is kept of a run."""
-
-    interval: int = MISSING
-    keep: int = MISSING
-
-    def __post_init__(self) -> None:
-        require(self.interval >= 0, "checkpoint.interval must not be negative")
-        require(self.keep >= 1, "checkpoint.keep must be at least 1")
-
-
-@dataclass
 class TrainConfig:
     """The root of ``conf/train.yaml``."""
 
@@ -273,9 +248,11 @@ class TrainConfig:
     schedule: ScheduleConfig = MISSING
     evaluate: EvaluateConfig = MISSING
     checkpoint: CheckpointConfig = MISSING
+    failure: FailureConfig = MISSING
     run_name: str = MISSING
     output_dir: str | None = MISSING
     overwrite: bool = MISSING
+    resume: str | None = MISSING
     seed: int = MISSING
     steps: int | None = MISSING
     epochs: int = MISSING

@@ -38,7 +38,9 @@ class Plan:
         training: training micro-batches of the run.
         per_step: micro-batches of one optimizer step over all drafters.
         drafters: drafter ranks of the job.
-        first_step: steps done before (a resumed run starts behind them).
+        first_step: steps done before; a resumed run starts behind them.
+        first_batch: training micro-batches done before. Usually ``first_step * per_step``; fewer
+            when a run that ended with a short step is given more steps.
     """
 
     heldout: int
@@ -46,11 +48,17 @@ class Plan:
     per_step: int
     drafters: int
     first_step: int = 0
+    first_batch: int = 0
 
     @property
     def steps(self) -> int:
         """Optimizer steps of the run; the last one may be short of micro-batches."""
-        return -(-self.training // self.per_step)
+        return self.first_step - (self.first_batch - self.training) // self.per_step
+
+    def batches_done(self, step: int) -> int:
+        """Training micro-batches in the steps up to and with ``step``."""
+        done = self.first_batch + (step - self.first_step) * self.per_step
+        return min(done, self.training)
 
     @property
     def heldout_frames(self) -> int:
@@ -75,7 +83,7 @@ class Plan:
             return Frame(drafter, k, kind, number)
         step, turn = divmod(k - self.heldout_frames, self.step_frames)
         within = turn * self.drafters + drafter
-        number = (self.first_step + step) * self.per_step + within
+        number = self.first_batch + step * self.per_step + within
         real = within < self.per_step and number < self.training
         return Frame(drafter, k, Kind.TRAIN if real else Kind.PAD, number)
 

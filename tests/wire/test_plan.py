@@ -56,12 +56,31 @@ def test_claims_of_all_nodes_cover_all_frames_in_order_of_k(nodes: int) -> None:
 
 def test_a_resumed_plan_continues_where_the_first_part_stopped() -> None:
     whole = Plan(heldout=2, training=11, per_step=3, drafters=2)
-    rest = Plan(heldout=2, training=11, per_step=3, drafters=2, first_step=2)
+    rest = Plan(heldout=2, training=11, per_step=3, drafters=2, first_step=2, first_batch=6)
+    assert rest.steps == whole.steps
     skipped = 2 * whole.step_frames
     for drafter in range(2):
         expected = [f for f in whole.received(drafter) if f.k >= whole.heldout_frames + skipped]
         resumed = [f for f in rest.received(drafter) if f.k >= rest.heldout_frames]
         assert [(f.kind, f.number) for f in resumed] == [(f.kind, f.number) for f in expected]
+
+
+@pytest.mark.parametrize("drafters", [1, 2, 3])
+@pytest.mark.parametrize("stopped", [1, 3, 4])
+def test_more_steps_after_a_short_one_train_every_micro_batch_once(
+    stopped: int, drafters: int
+) -> None:
+    # 11 micro-batches in steps of 3: the fourth step has two.
+    first = Plan(heldout=2, training=11, per_step=3, drafters=drafters)
+    done = first.batches_done(stopped)
+    assert done == min(3 * stopped, 11)
+    rest = Plan(2, 25, 3, drafters, first_step=stopped, first_batch=done)
+    numbers = [
+        f.number for d in range(drafters) for f in rest.received(d) if f.kind is Kind.TRAIN
+    ]
+    assert sorted(numbers) == list(range(done, 25))
+    assert rest.steps == stopped + -(-(25 - done) // 3)
+    assert rest.batches_done(rest.steps) == 25
 
 
 def iter_claims(plan: Plan, node: int, per_node: int) -> Iterator[Frame]:
