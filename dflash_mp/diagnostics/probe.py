@@ -48,6 +48,8 @@ class Cell:
     timeout: float = 60.0
     # Seconds between forced changes of threads, as for sys.setswitchinterval.
     switch_interval: float = 0.0005
+    # Where random scenarios about attention put their tensors; "cuda" runs backwards as well.
+    device: str = "cpu"
 
 
 @dataclass
@@ -62,13 +64,16 @@ class Probe:
 
 def start_context() -> Any:
     """Return the multiprocessing context that starts fresh processes, with torch preloaded."""
+    found = dict(os.environ)
     os.environ.update(ENVIRONMENT)
     if "forkserver" not in mp.get_all_start_methods():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    # It imports while the caller goes on.
+    # It takes the environment along, and imports while the caller goes on.
     forkserver.ensure_running()
+    os.environ.clear()
+    os.environ.update(found)
     return context
 
 
@@ -165,7 +170,8 @@ def run_here(cell: Cell, actor: str | None, events: Any) -> Any:
     scenario, treatment = SCENARIOS[cell.scenario], TREATMENTS[cell.treatment]
     events = events or {n: threading.Event() for n in event_names(scenario.events, cell.threads)}
     deadline = time.monotonic() + cell.timeout
-    stage = Stage(treatment, StageSettings(events, cell.threads, cell.seconds, deadline))
+    settings = StageSettings(events, cell.threads, cell.seconds, deadline, cell.device)
+    stage = Stage(treatment, settings)
     actors = scenario.actors(cell.threads)
     said: list[str] = []
     with treatment.before_compile() as before:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +56,13 @@ class RaceConfig:
     seconds: float = MISSING
     timeout_s: float = MISSING
     switch_interval: float = MISSING
+    device: str = MISSING
     jobs: int = MISSING
     output: str = MISSING
 
     def __post_init__(self) -> None:
         one_of("matrix", self.matrix, ("quick", "full"))
+        one_of("device", self.device, ("cpu", "cuda"))
         for key in ("repeats", "random_repeats", "threads", "jobs"):
             require(getattr(self, key) >= 1, f"{key}={getattr(self, key)}: must be at least 1")
         for key in ("seconds", "timeout_s", "switch_interval"):
@@ -88,14 +89,20 @@ def plan(config: RaceConfig) -> list[tuple[Cell, int]]:
     else:
         scenarios = [config.scenario] if config.scenario else list(SCENARIOS)
         names = [(scenario, config.treatment or "none") for scenario in scenarios]
-    settings = config.threads, config.seconds, config.timeout_s, config.switch_interval
+    settings = {
+        "threads": config.threads,
+        "seconds": config.seconds,
+        "timeout": config.timeout_s,
+        "switch_interval": config.switch_interval,
+        "device": config.device,
+    }
     planned = []
     for scenario, treatment in names:
         often = config.random_repeats if SCENARIOS[scenario].random else config.repeats
         many = config.is_matrix() and config.matrix == "full" and treatment in ("none", "processes")
         if SCENARIOS[scenario].random and many:
             often *= 4
-        planned.append((Cell(scenario, treatment, *settings), often))
+        planned.append((Cell(scenario, treatment, **settings), often))
     return planned
 
 
@@ -119,18 +126,8 @@ def about_run(config: RaceConfig) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "gpu": torch.cuda.is_available(),
-        "package": version("dflash-mp") if _is_installed() else "source",
         "config": asdict(config),
     }
-
-
-def _is_installed() -> bool:
-    try:
-        version("dflash-mp")
-    except ModuleNotFoundError:
-        return False
-    return True
 
 
 def race(config: RaceConfig) -> int:
@@ -146,6 +143,9 @@ def race(config: RaceConfig) -> int:
     show(text.mechanism(mechanism.explanation()))
     tallies: list[Tally] = []
     for done in run_all(planned, config.jobs, context):
+        if config.is_matrix() and done.treatment != "none":
+            # One traceback per scenario says enough.
+            done.example = None
         tallies.append(done)
         progress(f"{len(tallies)}/{len(planned)} cells")
     progress("")

@@ -205,21 +205,23 @@ def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
-def flex_inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
+def flex_inputs(length: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
     """Return query, key and value."""
     generator = torch.Generator().manual_seed(length)
-    q, k, v = torch.randn(3, 1, 2, length, 16, generator=generator)  # [1, 2, length, 16] each
+    qkv = torch.randn(3, 1, 2, length, 16, generator=generator).to(device)
+    q, k, v = qkv  # [1, 2, length, 16] each
     return q, k, v
 
 
-def block_mask(length: int) -> BlockMask:
+def block_mask(length: int, device: str = "cpu") -> BlockMask:
     """Return a causal mask in blocks of 16."""
-    return create_block_mask(_causal, 1, 1, length, length, device="cpu", BLOCK_SIZE=16)
+    return create_block_mask(_causal, 1, 1, length, length, device=device, BLOCK_SIZE=16)
 
 
-def flex_expected(length: int) -> Tensor:
+def flex_expected(length: int, device: str = "cpu") -> Tensor:
     """Return what causal attention is on ``flex_inputs(length)``."""
-    return nn.functional.scaled_dot_product_attention(*flex_inputs(length), is_causal=True)
+    inputs = flex_inputs(length, device)
+    return nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
 
 
 def _pausing_mask(length: int, pause: Callable[[], None]) -> _PausingMask:

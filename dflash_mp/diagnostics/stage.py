@@ -95,6 +95,7 @@ class StageSettings:
     seconds: float
     # A value of time.monotonic().
     deadline: float
+    device: str = "cpu"
 
 
 class Stage:
@@ -104,6 +105,7 @@ class Stage:
         self.threads = settings.threads
         self.seconds = settings.seconds
         self.deadline = settings.deadline
+        self.device = settings.device
         self.shared: Any = None
         self.reached = False
         self.serialised = False

@@ -73,14 +73,25 @@ def lengths_of(index: int) -> list[int]:
 
 def _shared_flex(stage: Stage) -> Any:
     lengths = [n for index in range(stage.threads) for n in lengths_of(index)]
-    masks = {n: block_mask(n) for n in lengths}
+    masks = {n: block_mask(n, stage.device) for n in lengths}
     return torch.compile(flex_attention, dynamic=False, backend=stage.backend()), masks
 
 
 def _attend(stage: Stage, length: int) -> None:
     flex, masks = stage.shared
-    result = stage.call(flex, *flex_inputs(length), block_mask=masks[length])
-    stage.expect("attention is", result, flex_expected(length))
+    q, k, v = flex_inputs(length, stage.device)
+    # FlexAttention has no backward on CPU.
+    q.requires_grad_(stage.device != "cpu")
+    with stage.section("flex", length):
+        result = stage.call(flex, q, k, v, block_mask=masks[length])
+        if result.requires_grad:
+            result.sum().backward()
+    stage.expect("attention is", result.detach(), flex_expected(length, stage.device))
+    if q.grad is not None:
+        twin = flex_inputs(length, stage.device)[0].requires_grad_()
+        nn.functional.scaled_dot_product_attention(twin, k, v, is_causal=True).sum().backward()
+        assert twin.grad is not None
+        stage.expect("the gradient is", q.grad, twin.grad)
 
 
 def _flex_worker(stage: Stage, index: int) -> None:
@@ -120,9 +131,9 @@ def _blocks(stage: Stage) -> Any:
     replicas = []
     for index in range(stage.threads):
         torch.manual_seed(index)
-        block, twin = Block(), Block()
+        block, twin = Block().to(stage.device), Block().to(stage.device)
         twin.load_state_dict(block.state_dict())
-        inputs = [torch.randn(n, 32) for n in lengths_of(index)]  # [length, 32]
+        inputs = [torch.randn(n, 32).to(stage.device) for n in lengths_of(index)]  # [length, 32]
         expected = []
         for x in inputs:
             twin.zero_grad()

@@ -19,7 +19,7 @@ def heading(about: dict[str, Any]) -> str:
     config = about["config"]
     return (
         f"torch {about['torch']}, Python {about['python']}, {about['platform']}, "
-        f"{'with' if about['gpu'] else 'without'} a GPU; {config['threads']} drafters; "
+        f"{config['device']}; {config['threads']} drafters; "
         f"thread switch interval {config['switch_interval']} s\n\n"
     )
 
@@ -96,7 +96,7 @@ def _two_wrappers(frames: list[str]) -> list[str]:
     ]
     if "flex_attention" in frames[wrappers[0] + 1]:
         lines += [
-            "  The outer call found no room for one more compiled version (the recompile limit), so",
+            "  The outer call found no room for one more compiled version (the recompile limit):",
             "  torch ran flex_attention as it is written. Uncompiled, it compiles a helper of its",
             "  own, and that inner call met the other thread's trace.",
         ]
