@@ -1,12 +1,14 @@
 """All scenarios and treatments by name, and the cells of the two matrices."""
 
+from dflash_mp.diagnostics.attention import ATTENTION
+from dflash_mp.diagnostics.compiles import COMPILES
 from dflash_mp.diagnostics.plans import TREATMENTS
-from dflash_mp.diagnostics.scenarios import SCENARIOS as DETERMINISTIC
 from dflash_mp.diagnostics.stochastic import STOCHASTIC
+from dflash_mp.diagnostics.traces import TRACES
 
 __all__ = ["SCENARIOS", "TREATMENTS", "full_matrix", "quick_matrix"]
 
-SCENARIOS = {**DETERMINISTIC, **STOCHASTIC}
+SCENARIOS = {**TRACES, **ATTENTION, **COMPILES, **STOCHASTIC}
 
 # Random scenarios in which the FX flag plays a part. The others are run under the treatments
 # that could matter to them.

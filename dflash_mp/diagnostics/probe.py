@@ -189,7 +189,7 @@ def run_here(cell: Cell, actor: str | None, events: Any) -> Any:
                     reports.append(stage.act("victim", scenario.victim))
             left = left_behind()
     said = sorted({s for s in said if s})
-    return Report(reports, left, stage.reached, stage.serialised, said)
+    return Report(reports, left, scenario.moment in stage.met, stage.serialised, said)
 
 
 def _run_threads(stage: Any, actors: dict[str, Any], treatment: Any, said: list[str]) -> list[Any]:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,20 +89,22 @@ def plan(config: RaceConfig) -> list[tuple[Cell, int]]:
     else:
         scenarios = [config.scenario] if config.scenario else list(SCENARIOS)
         names = [(scenario, config.treatment or "none") for scenario in scenarios]
-    settings = {
-        "threads": config.threads,
-        "seconds": config.seconds,
-        "timeout": config.timeout_s,
-        "switch_interval": config.switch_interval,
-        "device": config.device,
-    }
+    settings = Cell(
+        scenario="",
+        treatment="",
+        threads=config.threads,
+        seconds=config.seconds,
+        timeout=config.timeout_s,
+        switch_interval=config.switch_interval,
+        device=config.device,
+    )
     planned = []
     for scenario, treatment in names:
         often = config.random_repeats if SCENARIOS[scenario].random else config.repeats
         many = config.is_matrix() and config.matrix == "full" and treatment in ("none", "processes")
         if SCENARIOS[scenario].random and many:
             often *= 4
-        planned.append((Cell(scenario, treatment, **settings), often))
+        planned.append((replace(settings, scenario=scenario, treatment=treatment), often))
     return planned
 
 

@@ -107,7 +107,7 @@ class Stage:
         self.deadline = settings.deadline
         self.device = settings.device
         self.shared: Any = None
-        self.reached = False
+        self.met: set[str] = set()
         self.serialised = False
         self._events = settings.events
         self._section = treatment.make_section()
@@ -134,8 +134,8 @@ class Stage:
             raise DeadlinePassed(f"waited for {name!r} in vain")
 
     def meet(self, fire: str, wait: str) -> None:
-        """At the moment that the scenario is about: say so, and stay in it until ``wait``."""
-        self.reached = True
+        """Say that a moment has come, and stay in it until ``wait``."""
+        self.met.add(fire)
         self.fire(fire)
         self.wait(wait)
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from dflash_mp.diagnostics.scenarios import Actor, Scenario, block_mask, flex_expected, flex_inputs
+from dflash_mp.diagnostics.attention import block_mask, flex_expected, flex_inputs
+from dflash_mp.diagnostics.scenario import Actor, Scenario
 from dflash_mp.diagnostics.stage import DeadlinePassed, Stage
 
 # Signatures per thread. With three threads one function stays below the recompile limit of 8.
@@ -47,7 +48,7 @@ def _for_a_while(stage: Stage) -> Iterator[None]:
     end = min(time.monotonic() + stage.seconds, stage.deadline)
     while time.monotonic() < end and not stage.fired("stop"):
         yield
-    stage.reached = True
+    stage.met.add("end")
 
 
 def _until_all_compiled(stage: Stage, index: int) -> Iterator[None]:
@@ -60,7 +61,7 @@ def _until_all_compiled(stage: Stage, index: int) -> Iterator[None]:
             raise DeadlinePassed("the other drafters did not come to the end of their first round")
         yield
         stage.fire(everybody[index])
-    stage.reached = True
+    stage.met.add("end")
 
 
 # Three threads share one compiled FlexAttention.
