@@ -189,14 +189,19 @@ def _build(
     if sources[1]:
         path = work / "all_heldout.safetensors"
         whole, heldout_tally = ingest("data.heldout", sources[1], chat, data, path)
-        heldout = _without_overlap(
-            whole, train, sources[1], heldout_tally, data.near_copy_threshold
+        threshold = data.near_copy_threshold
+        heldout = (
+            whole
+            if threshold is None
+            else _without_overlap(whole, train, sources[1], heldout_tally, threshold)
         )
         path.unlink()
     save_corpus(heldout, work / "heldout.safetensors")
     summary["heldout"] = describe_set(heldout, heldout_tally, sources[1])
     summary["heldout"]["rule"] = (
-        f"removed: prompts that occur in training, and rows with at least "
+        "nothing was removed (data.near_copy_threshold=null): values may be those of training text"
+        if data.near_copy_threshold is None
+        else f"removed: prompts that occur in training, and rows with at least "
         f"{data.near_copy_threshold:.0%} of a response's 8-token runs in one training response"
     )
     text = json.dumps(summary, indent=2, ensure_ascii=False)
