@@ -6,7 +6,7 @@ with). With ``scenario=`` or ``treatment=`` it runs those cells and exits with 0
 11 (silent), 12 (both) or 3 (inconclusive). 2 is a mistake in the arguments.
 """
 
-import logging
+import os
 import platform
 import sys
 import time
@@ -36,8 +36,6 @@ from dflash_mp.diagnostics.verdict import (
     tally,
     write_results,
 )
-
-log = logging.getLogger(__name__)
 
 CELL_EXIT = {OK: 0, LOUD: 10, SILENT: 11, INCONCLUSIVE: 3}
 MATRIX_EXIT = {"as expected": 0, "better": 0, "worse": 20, INCONCLUSIVE: 3, "unknown version": 4}
@@ -127,8 +125,8 @@ def about_run(config: RaceConfig) -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "config": asdict(config),
+        "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "config": {key: value for key, value in asdict(config).items() if key != "output"},
     }
 
 

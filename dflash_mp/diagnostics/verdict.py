@@ -95,7 +95,10 @@ class Tally:
     random: bool
     outcomes: dict[str, int] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
+    # Seconds of a run, its process's start included.
     median_wall: float = 0.0
+    # Calls of compiled code in all threads of a run.
+    median_calls: float = 0.0
     # One of the exceptions, with both stacks.
     example: dict[str, Any] | None = None
     why: list[str] = field(default_factory=list)
@@ -148,9 +151,14 @@ def tally(probes: list[Probe], random: bool) -> Tally:
         dict(Counter(j.outcome for j in judged)),
         dict(Counter(label for j in judged for label in j.labels)),
         round(median(probe.wall for probe in probes), 1),
+        median(_calls(probe) for probe in probes),
         failures[0] if failures else None,
         sorted({why for j in judged for why in j.why}),
     )
+
+
+def _calls(probe: Probe) -> int:
+    return sum(actor["calls"] for report in probe.reports for actor in report["actors"])
 
 
 def upper_bound(bad: int, runs: int, confidence: float = 0.95) -> float:
