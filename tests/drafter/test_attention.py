@@ -143,3 +143,22 @@ def test_compiled_flex_compiles_once_and_agrees():
         torch.testing.assert_close(out, eager, atol=2e-6, rtol=0)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rule", RULES[:3], ids=str)
+def test_flex_and_eager_agree_on_a_gpu_with_gradients(rule: Rule):
+    graphs = []
+    for seed in range(3):
+        here, tensors = random_case(seed)
+        here = Layout(here.anchors.cuda(), here.context_start.cuda(), here.valid.cuda(), 4, 70)
+        tensors = [tensor.detach().cuda().requires_grad_() for tensor in tensors]
+        results = []
+        for backend in ("flex", "eager"):
+            out = make_attend(backend, here, rule)(*tensors)
+            results.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
+        for flex, eager in zip(*results, strict=True):
+            torch.testing.assert_close(flex, eager, atol=1e-3, rtol=1e-2)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[-1]
