@@ -69,10 +69,32 @@ class Cast:
     place: Place
     device: torch.device
     store: dist.Store
+    launcher: "LauncherStore"
 
     def client(self) -> dist.Store:
         """A connection of one's own to the store: a blocking wait holds its client."""
         return self.store.clone()
+
+
+@dataclass(frozen=True)
+class LauncherStore:
+    """The launcher's store, which outlives the ranks: torchrun may start them several times."""
+
+    job: dist.Store
+    attempt: int
+
+    def this_attempt(self) -> dist.Store:
+        """The namespace of the ranks that run now."""
+        return dist.PrefixStore(str(self.attempt), self.job)
+
+    @property
+    def restarted(self) -> bool:
+        """Whether an earlier attempt came as far as ``claimed``."""
+        return self.attempt > 0 and self.job.check(["claimed"])
+
+    def claimed(self) -> None:
+        """From here on, another attempt continues this one."""
+        self.job.set("claimed", b"")
 
 
 def split(ranks: int, topology: TopologyConfig) -> tuple[int, int]:
@@ -151,7 +173,8 @@ def enter(mine: Place, job: str, threads: int | None) -> Iterator[Cast]:
 
     Leaving restores the environment and destroys the role's process group.
     """
-    store = connect(job)
+    launcher = launcher_store(job)
+    store = launcher.this_attempt()
     device = choose_device(threads)
     if mine.nodes == 1:
         # One node needs no open port: the data plane listens on loopback.
@@ -168,7 +191,7 @@ def enter(mine: Place, job: str, threads: int | None) -> Iterator[Cast]:
             world_size=mine.role_size,
             timeout=ROLE_TIMEOUT,
         )
-        yield Cast(mine, device, store)
+        yield Cast(mine, device, store, launcher)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -176,7 +199,12 @@ def enter(mine: Place, job: str, threads: int | None) -> Iterator[Cast]:
 
 
 def connect(job: str) -> dist.Store:
-    """A client of the launcher's store, in a namespace of this job and restart.
+    """A client of the launcher's store, in a namespace of this job and this attempt at it."""
+    return launcher_store(job).this_attempt()
+
+
+def launcher_store(job: str) -> LauncherStore:
+    """A client of the launcher's store, in a namespace of this job.
 
     Raises:
         UserError: the launcher hosts no store.
@@ -190,10 +218,8 @@ def connect(job: str) -> dist.Store:
     store = dist.TCPStore(
         env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False, timeout=STORE_TIMEOUT
     )
-    restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(
-        f"dflash_mp/{env.get('TORCHELASTIC_RUN_ID', '')}/{restart}/{job}", store
-    )
+    namespace = dist.PrefixStore(f"dflash_mp/{env.get('TORCHELASTIC_RUN_ID', '')}/{job}", store)
+    return LauncherStore(namespace, int(env.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 
 def choose_device(threads: int | None) -> torch.device:

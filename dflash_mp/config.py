@@ -171,6 +171,18 @@ class WireConfig:
 
 
 @dataclass
+class FeaturesConfig:
+    """Captured frames that are kept for later epochs."""
+
+    cache: str = MISSING
+    cache_gb: float = MISSING
+
+    def __post_init__(self) -> None:
+        one_of("features.cache", self.cache, ("off", "ram", "disk"))
+        require(self.cache_gb > 0, f"features.cache_gb={self.cache_gb}: must be positive")
+
+
+@dataclass
 class LossConfig:
     """The training objective."""
 
@@ -243,6 +255,7 @@ class TrainConfig:
     data: DataConfig = MISSING
     topology: TopologyConfig = MISSING
     wire: WireConfig = MISSING
+    features: FeaturesConfig = MISSING
     loss: LossConfig = MISSING
     optim: OptimConfig = MISSING
     schedule: ScheduleConfig = MISSING

@@ -12,6 +12,7 @@ import numpy as np
 from transformers import Qwen3Config
 
 from dflash_mp.cast import Place
+from dflash_mp.checkpoint import Start
 from dflash_mp.config import TrainConfig, require
 from dflash_mp.data.corpus import Prepared
 from dflash_mp.data.order import Order
@@ -31,6 +32,7 @@ class Job:
     target_config: Any
     drafter_config: Qwen3Config
     prepared: Prepared
+    start: Start
 
     @property
     def layer_ids(self) -> list[int]:
@@ -51,21 +53,36 @@ class Job:
     @cached_property
     def order(self) -> Order:
         """Documents of each training micro-batch."""
-        data = self.config.data
-        return Order(self.prepared.train, data.tokens_per_batch, self.config.seed)
+        config = self.config
+        repeat = config.features.cache != "off"
+        require(
+            not (repeat and self.prepared.train.weights is not None),
+            f"features.cache={config.features.cache} repeats the packs of the first epoch, but "
+            "weighted data is drawn anew in each: use features.cache=off",
+        )
+        return Order(self.prepared.train, config.data.tokens_per_batch, config.seed, repeat)
 
     @cached_property
     def plan(self) -> Plan:
         """The order of frames."""
-        config = self.config
-        steps = config.steps
+        config, start = self.config, self.start
+        per_step = config.micro_batches_per_step
+        if config.steps is not None:
+            training = start.batches + (config.steps - start.step) * per_step
+        else:
+            training = self.order.end(config.epochs - 1)
+        require(
+            training >= start.batches,
+            f"epochs={config.epochs} are {training} micro-batches, but {start.checkpoint} has done "
+            f"{start.batches} already",
+        )
         return Plan(
             heldout=len(self.heldout_packs),
-            training=steps * config.micro_batches_per_step
-            if steps is not None
-            else self.order.end(config.epochs - 1),
-            per_step=config.micro_batches_per_step,
+            training=training,
+            per_step=per_step,
             drafters=self.place.drafters,
+            first_step=start.step,
+            first_batch=start.batches,
         )
 
     @cached_property

@@ -43,7 +43,14 @@ def learning_rate_ratio(step: int, steps: int, config: ScheduleConfig) -> float:
 
 
 def build_schedule(
-    optimizer: torch.optim.Optimizer, steps: int, config: ScheduleConfig
+    optimizer: torch.optim.Optimizer, steps: int, config: ScheduleConfig, done: int = 0
 ) -> LambdaLR:
-    """``learning_rate_ratio`` as a torch scheduler, stepped once per optimizer step."""
-    return LambdaLR(optimizer, lambda done: learning_rate_ratio(done + 1, steps, config))
+    """``learning_rate_ratio`` as a torch scheduler, stepped once per optimizer step.
+
+    ``done`` steps lie behind; the peak is the learning rate that the optimizer has now.
+    """
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    return LambdaLR(
+        optimizer, lambda step: learning_rate_ratio(step + 1, steps, config), last_epoch=done - 1
+    )

@@ -25,7 +25,8 @@ class Tracker:
         accelerator: set up with the trackers of the run.
         folder: the run folder.
         steps: optimizer steps of the run.
-        first_step: steps done before.
+        first_step: steps done before; rows of later steps, left by the process that did them
+            and was killed, are dropped.
         config: what the trackers store as the run's settings (flat values).
     """
 
@@ -39,11 +40,14 @@ class Tracker:
     ) -> None:
         self.main = accelerator.is_main_process
         self.accelerator = accelerator
-        self.start = time.perf_counter()
-        accelerator.init_trackers("dflash_mp", config)
+        # TensorBoard hides what the killed process had written behind this step.
+        purge = {"tensorboard": {"purge_step": first_step + 1}} if first_step else {}
+        accelerator.init_trackers("dflash_mp", config, purge)
         if not self.main:
             return
         self.path = folder / METRICS
+        before = keep_metrics(self.path, first_step, first_step == steps) if first_step else 0.0
+        self.start = time.perf_counter() - before
         # Short lines at an interval where nobody sees a bar move.
         live = sys.stderr.isatty()
         self.bar = tqdm(
@@ -75,6 +79,29 @@ class Tracker:
         if self.main:
             self.bar.close()
         self.accelerator.end_training()
+
+
+def keep_metrics(path: Path, step: int, finished: bool) -> float:
+    """Keep the rows of metrics.jsonl up to ``step``; returns the seconds they took.
+
+    Rows of the end of the run, which will be written again, go: all ``final/`` rows and, when
+    ``step`` was the last one (``finished``), its decoding.
+    """
+    kept = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            # A line that the killed process did not finish; the step is done again.
+            continue
+        ended = any(key.startswith("final/") for key in row)
+        decoded = finished and row["step"] == step and "eval/decoded_acceptance_length" in row
+        if row["step"] <= step and not ended and not decoded:
+            kept.append(row)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    partial.replace(path)
+    return float(kept[-1]["seconds"]) if kept else 0.0
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:

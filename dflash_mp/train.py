@@ -5,28 +5,24 @@ Every rank runs this file; the launcher's environment says which part it plays.
 
 import json
 import logging
-import shutil
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from dflash_mp.cast import TARGET, Cast, agree, enter, place_from_environment
+from dflash_mp.checkpoint import Start
 from dflash_mp.command import run_command
-from dflash_mp.config import TrainConfig, cache_dir, require
+from dflash_mp.config import TrainConfig, cache_dir
 from dflash_mp.data.corpus import check_data, load_prepared, prepare
+from dflash_mp.drafter.hf_config import config_json
 from dflash_mp.drafter.mask_token import pick_mask_token
 from dflash_mp.job import Job, drafter_config
+from dflash_mp.resume import refuse_other_data
 from dflash_mp.roles.drafter import run_drafter
 from dflash_mp.roles.target import run_target
+from dflash_mp.run_folder import claim_folder
 from dflash_mp.target.model import load_config, load_tokenizer
-from dflash_mp.tracking import run_facts
 
 log = logging.getLogger(__name__)
-
-RUN_FACTS = "run.json"
-KEPT_BY_OVERWRITE = (".hydra", "rank*.log")
 
 
 def main() -> None:
@@ -40,8 +36,7 @@ def train(config: TrainConfig, hydra_folder: Path) -> None:
     mine = place_from_environment(config.topology)
     check_data(config.data)
     with enter(mine, str(folder.resolve()), config.threads) as cast:
-        agree(cast, "folder", lambda: claim_folder(folder, config))
-        job = make_job(cast, config, folder)
+        job = make_job(cast, config, folder, begin(cast, config, folder))
         if mine.role == TARGET:
             run_target(cast, job)
         else:
@@ -49,28 +44,20 @@ def train(config: TrainConfig, hydra_folder: Path) -> None:
         leave(cast)
 
 
-def claim_folder(folder: Path, config: TrainConfig) -> str:
-    """Make ``folder`` this run's own and write down what is being run.
+def begin(cast: Cast, config: TrainConfig, folder: Path) -> Start:
+    """Claim the run folder on rank 0; every rank learns where the run begins."""
 
-    Raises:
-        UserError: it holds a run already.
-    """
-    if (folder / RUN_FACTS).exists():
-        require(
-            config.overwrite,
-            f"{folder} already holds a run: choose another run_name or output_dir, or say "
-            "overwrite=true to delete it",
-        )
-        keep = {path for pattern in KEPT_BY_OVERWRITE for path in folder.glob(pattern)}
-        for path in set(folder.iterdir()) - keep:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / RUN_FACTS).write_text(json.dumps(run_facts(), indent=2) + "\n")
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
-    return ""
+    def claim() -> str:
+        start = claim_folder(folder, config, cast.launcher.restarted)
+        cast.launcher.claimed()
+        path = start.checkpoint
+        return json.dumps([path and str(path.resolve()), start.step, start.batches])
+
+    path, step, batches = json.loads(agree(cast, "folder", claim))
+    return Start(path and Path(path), step, batches)
 
 
-def make_job(cast: Cast, config: TrainConfig, folder: Path) -> Job:
+def make_job(cast: Cast, config: TrainConfig, folder: Path, start: Start) -> Job:
     """Prepare the data on rank 0, then build the same job on every rank."""
     target_config = load_config(config.target)
     # Refused before any tokenizing: layer ids that the target does not have.
@@ -88,14 +75,19 @@ def make_job(cast: Cast, config: TrainConfig, folder: Path) -> Job:
         return json.dumps([mask_token_id, str(prepared.folder)])
 
     mask_token_id, data_folder = json.loads(agree(cast, "data", prepare_data))
-    return Job(
+    job = Job(
         config=config,
         folder=folder,
         place=cast.place,
         target_config=target_config,
         drafter_config=drafter_config(config, target_config, mask_token_id),
         prepared=load_prepared(Path(data_folder)),
+        start=start,
     )
+    if start.checkpoint is not None:
+        shape = config_json(job.drafter_config)
+        refuse_other_data(start.checkpoint, job.prepared.folder.name, shape)
+    return job
 
 
 def data_cache(config: TrainConfig) -> Path:

@@ -54,7 +54,7 @@ def test_eight_conversations_are_learnt_and_decoded_in_blocks(
         "log_interval=20",
         "evaluate.decode_prompts=8",
         "evaluate.max_new_tokens=24",
-        timeout=240,
+        timeout=280,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     run = tmp_path / "run"

@@ -57,6 +57,27 @@ def test_weights_are_bit_equal_for_any_targets_slots_launcher_and_delay(
         assert_same_bits(ran(result, folder), reference)
 
 
+def test_kept_frames_change_nothing(launch: Launch, tmp_path: Path) -> None:
+    """Three epochs from kept frames, against the same epochs with the target run every time."""
+    epochs = ["steps=null", "epochs=3", "micro_batches_per_step=4"]
+    jobs = {
+        "captured every time": ["features.cache=ram", "features.cache_gb=1e-9"],
+        "ram": ["features.cache=ram"],
+        "disk": ["features.cache=disk"],
+        "disk again, by one target": ["features.cache=disk", "topology.targets=1"],
+    }
+    weights = []
+    for name, overrides in jobs.items():
+        folder = tmp_path / name.replace(",", "").replace(" ", "-")
+        ranks = 2 if "topology.targets=1" in overrides else 3
+        result = launch(ranks, f"output_dir={folder}", *epochs, *overrides)
+        weights.append(ran(result, folder))
+    for other in weights[1:]:
+        assert_same_bits(other, weights[0])
+    assert len(list((tmp_path / "cache" / "frames").iterdir())) == 1
+    assert not list(Path("/dev/shm").glob("dflash_mp-*"))
+
+
 def test_two_drafters_differ_from_one_by_rounding_only(
     launch: Launch, reference: dict[str, Tensor], tmp_path: Path
 ) -> None:

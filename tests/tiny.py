@@ -54,7 +54,10 @@ def make_tiny_target(folder: Path, seed: int = 0) -> Path:
         initializer_range=0.3,
         dtype="float32",
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    model = Qwen3ForCausalLM(config)
+    # Greedy text of words alone: a special token inside a response would make it unusable.
+    model.lm_head.weight.data[: len(specials)] = 0.0
+    model.save_pretrained(folder)
     return folder
 
 

@@ -15,31 +15,41 @@ class Order:
         corpus: the documents.
         budget: token slots of a micro-batch.
         seed: of the shuffle.
+        repeat: pack once and only shuffle the packs in later epochs, so that a micro-batch comes
+            again as it was (for kept frames); otherwise every epoch is packed anew.
     """
 
-    def __init__(self, corpus: Corpus, budget: int, seed: int) -> None:
-        lengths, weights = corpus.lengths, corpus.weights
-        self._epoch = lru_cache(maxsize=2)(
-            lambda epoch: pack(lengths, budget, seed, epoch, weights)
-        )
+    def __init__(self, corpus: Corpus, budget: int, seed: int, repeat: bool) -> None:
+        self.repeat = repeat
+
+        @lru_cache(maxsize=3)
+        def packs(epoch: int) -> list[np.ndarray]:
+            return pack(corpus.lengths, budget, seed, epoch, corpus.weights)
+
+        @lru_cache(maxsize=3)
+        def shuffled(epoch: int) -> np.ndarray:
+            return np.random.default_rng([seed, epoch]).permutation(len(packs(0)))
+
+        self._packs, self._shuffled = packs, shuffled
         self._ends: list[int] = []
 
     def end(self, epoch: int) -> int:
         """Micro-batches in epochs ``0..epoch``."""
         while len(self._ends) <= epoch:
             before = self._ends[-1] if self._ends else 0
-            self._ends.append(before + len(self._epoch(len(self._ends))))
+            source = 0 if self.repeat else len(self._ends)
+            self._ends.append(before + len(self._packs(source)))
         return self._ends[epoch]
 
-    def epoch(self, number: int) -> int:
-        """The epoch that micro-batch ``number`` belongs to."""
+    def place(self, number: int) -> tuple[int, int]:
+        """``(epoch, pack)`` of micro-batch ``number``; with ``repeat`` equal packs are equal."""
         epoch = 0
         while self.end(epoch) <= number:
             epoch += 1
-        return epoch
+        index = number - (self.end(epoch - 1) if epoch else 0)
+        return epoch, int(self._shuffled(epoch)[index]) if self.repeat and epoch else index
 
     def documents(self, number: int) -> np.ndarray:
         """Document numbers of micro-batch ``number``, in row order."""
-        epoch = self.epoch(number)
-        first = self.end(epoch - 1) if epoch else 0
-        return self._epoch(epoch)[number - first]
+        epoch, index = self.place(number)
+        return self._packs(0 if self.repeat else epoch)[index]

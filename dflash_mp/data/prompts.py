@@ -1,8 +1,9 @@
 r"""Prompts of our own, from a small grammar: nothing here is third-party text.
 
-Two kinds. *Narrow* prompts all ask for a short Python function, so that a small drafter learns
-something visible in minutes. *Mixed* prompts take turns between coding, explaining, rewriting and
-arithmetic; a drafter of a few million parameters learns little from them in that time.
+Two kinds. *Narrow* prompts all ask for a short Python function over a list, an array or a tuple, so
+that a small drafter learns something visible in minutes. *Mixed* prompts take turns between coding,
+explaining, rewriting and arithmetic; a drafter of a few million parameters learns little from them
+in that time.
 
 The sets in ``samples/`` are the default target's own greedy answers to these prompts, made with
 (one command per set, ``NAME`` being one of ``SIZES``)::
@@ -15,7 +16,7 @@ import hashlib
 from itertools import chain, product
 from typing import Any
 
-SIZES = {"narrow_train": 480, "narrow_eval": 120, "mixed_train": 240, "mixed_eval": 60}
+SIZES = {"narrow_train": 640, "narrow_eval": 160, "mixed_train": 240, "mixed_eval": 60}
 """Names of the prompt sets, and how many prompts each has."""
 
 OPENINGS = (
@@ -73,46 +74,6 @@ SEQUENCE_TASKS = (
     "checks whether {} is sorted",
     "checks whether {} is empty",
     "swaps the first and the last element of {}",
-)
-
-STRINGS = ("a string", "a given string", "a word", "a sentence", "a line of text")
-
-STRING_TASKS = (
-    "reverses {}",
-    "converts {} to upper case",
-    "capitalizes the first letter of {}",
-    "repeats {} three times",
-    "removes all spaces from {}",
-    "removes the vowels from {}",
-    "replaces the spaces in {} with underscores",
-    "returns the first character of {}",
-    "returns the length of {}",
-    "counts the vowels in {}",
-    "counts the digits in {}",
-    "counts the upper case letters in {}",
-    "checks whether {} is a palindrome",
-    "checks whether {} starts with a given letter",
-    "checks whether {} contains a digit",
-)
-
-NUMBERS = ("an integer", "a number", "a given number", "a whole number", "a positive integer")
-
-NUMBER_TASKS = (
-    "returns the square of {}",
-    "returns the cube of {}",
-    "returns the absolute value of {}",
-    "returns the factorial of {}",
-    "returns the square root of {}",
-    "returns the sum of the digits of {}",
-    "reverses the digits of {}",
-    "counts the digits of {}",
-    "lists the divisors of {}",
-    "converts {} to a string",
-    "converts {} to binary",
-    "checks whether {} is even",
-    "checks whether {} is positive",
-    "checks whether {} is prime",
-    "checks whether {} is a multiple of five",
 )
 
 LANGUAGES = ("JavaScript", "Java", "C", "Rust", "Go", "Ruby")
@@ -224,9 +185,7 @@ def prompt_rows(name: str) -> list[dict[str, Any]]:
 
 
 def _narrow() -> list[str]:
-    parts = ((SEQUENCE_TASKS, SEQUENCES), (STRING_TASKS, STRINGS), (NUMBER_TASKS, NUMBERS))
-    tasks = chain.from_iterable(_fill(templates, things) for templates, things in parts)
-    return _shuffled(_fill(OPENINGS, list(tasks)))
+    return _shuffled(_fill(OPENINGS, _fill(SEQUENCE_TASKS, SEQUENCES)))
 
 
 def _mixed() -> list[str]:

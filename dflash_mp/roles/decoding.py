@@ -32,12 +32,25 @@ class Decoding:
         self.tracker = tracker
         self.asking = Asking(cast.client(), cast.place.targets_per_node, ANSWER_TIMEOUT)
         self.summaries: dict[int, dict[str, Any]] = {}
+        if self.active and self.prompts and job.start.step:
+            self._continue(job.start.step)
 
     def ask_before(self, model: DFlashDraftModel) -> None:
-        """Request a short decoding with the untrained drafter."""
-        if self.active and self.prompts:
+        """Request a short decoding with the untrained drafter, unless that has been done."""
+        if self.active and self.prompts and 0 not in self.summaries:
             save_drafter(model, self._weights(0))
             self.asking.ask(self._weights(0), 0, min(BEFORE_PROMPTS, self.prompts), BEFORE_TOKENS)
+
+    def _continue(self, first_step: int) -> None:
+        """Ask again for what an earlier process asked and got no answer to."""
+        if self._answers(0).exists():
+            self.summaries[0] = summarize(read_rows(self._answers(0)))
+        for weights in sorted(self.folder.glob("step-*/")):
+            step = int(weights.name.removeprefix("step-"))
+            if 0 < step <= first_step and (weights / "config.json").exists():
+                self.asking.ask(weights, step, self.prompts, self.max_new_tokens)
+            elif step:
+                shutil.rmtree(weights)
 
     def ask(self, model: DFlashDraftModel, step: int) -> None:
         """Write the drafter as it is and request its decoding."""
@@ -59,9 +72,7 @@ class Decoding:
             results = sorted(
                 (row for share in shares for row in share), key=lambda r: r["document"]
             )
-            path = self.folder / f"step-{step:06d}.jsonl"
-            path.write_text("".join(json.dumps(row) + "\n" for row in results))
-            shutil.rmtree(self._weights(step), ignore_errors=True)
+            self._answers(step).write_text("".join(json.dumps(row) + "\n" for row in results))
             summary = summarize(results)
             self.summaries[step] = summary
             self.tracker.log(
@@ -71,6 +82,11 @@ class Decoding:
                     "eval/decoded_greedy_share": summary["greedy"] / max(1, summary["prompts"]),
                 },
             )
+            # Last: whatever is left of these was not answered.
+            shutil.rmtree(self._weights(step), ignore_errors=True)
+
+    def _answers(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}.jsonl"
 
     def _weights(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
@@ -79,6 +95,11 @@ class Decoding:
         """Let the targets go."""
         if self.active:
             self.asking.end()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of answers."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def summarize(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,71 +4,78 @@ It reads an iterator of feature batches and does not know where they come from.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from dflash_mp import checkpoint
 from dflash_mp.cast import Cast
+from dflash_mp.checkpoint import CheckpointWriter
 from dflash_mp.config import TrainConfig
 from dflash_mp.drafter.checkpoint_format import load_drafter, save_drafter
-from dflash_mp.drafter.frozen_head import FrozenHead, load_frozen_head
+from dflash_mp.drafter.frozen_head import FrozenHead
+from dflash_mp.drafter.hf_config import config_json
 from dflash_mp.drafter.model import DFlashDraftModel
-from dflash_mp.drafter.step import batch_loss
 from dflash_mp.features import FeatureBatch
 from dflash_mp.job import Job
 from dflash_mp.metrics import BlockCounts, empty_counts, unpack_counts
 from dflash_mp.optim import build_optimizer, build_schedule
+from dflash_mp.resume import CHECKPOINTS, refuse_other_target
 from dflash_mp.roles.decoding import Decoding
 from dflash_mp.roles.meter import Meter
 from dflash_mp.roles.results import write_results
+from dflash_mp.roles.setup import attention_backend, frozen_head, head_dtype, make_accelerator
+from dflash_mp.roles.step import due, kept, take, train_step, warm_up
+from dflash_mp.roles.target import TARGET_FINGERPRINT
 from dflash_mp.simulate import simulate
-from dflash_mp.target.model import resolve, target_dtype
-from dflash_mp.tracking import Tracker
-from dflash_mp.wire.plan import Frame
+from dflash_mp.target.model import target_dtype
+from dflash_mp.tracking import Tracker, run_facts
 from dflash_mp.wire.stream import Receiver, open_edges
 
 log = logging.getLogger(__name__)
 
+TARGET_LOADS = timedelta(days=1)
+
 
 def run_drafter(cast: Cast, job: Job) -> None:
-    """Play the drafter's part from the initial weights to the export."""
-    config = job.config
+    """Play the drafter's part from the initial or restored weights to the export."""
+    config, start, steps = job.config, job.start, job.plan.steps
     timeout = timedelta(seconds=config.wire.timeout_s)
     accelerator = make_accelerator(cast, config, job.folder)
     model = DFlashDraftModel(job.drafter_config, attention_backend(config, cast.device))
     model.init_weights(config.seed)
     model.to(cast.device)
     head = frozen_head(config, head_dtype(accelerator), cast.device)
-    # Participants of every collective below: all drafters.
     optimizer = build_optimizer(model, config.optim)
-    schedule = build_schedule(optimizer, job.plan.steps, config.schedule)
+    writer = make_writer(cast, job)
+    tracker = Tracker(accelerator, job.folder, steps, start.step, flat(config))
+    decoding = Decoding(cast, job, tracker)
+    # With the untrained weights: a continued run may have to ask for these, too.
+    decoding.ask_before(model)
+    if start.checkpoint is not None:
+        checkpoint.load(start.checkpoint, model, optimizer)
+    schedule = build_schedule(optimizer, steps, config.schedule, start.step)
+    # Participants of every collective below: all drafters.
     wrapped, optimizer = accelerator.prepare(model, optimizer)
+    warm_up(accelerator, wrapped, optimizer, head, job)
 
     edges = open_edges(cast, timeout)
     receiver = Receiver(cast, job.plan, job.layout, config.wire.slots, edges, timeout)
     frames = iter(receiver)
-    tracker = Tracker(accelerator, job.folder, job.plan.steps, 0, flat(config))
-    decoding = Decoding(cast, job, tracker)
-    decoding.ask_before(model)
     heldout = [kept(batch) for _, batch in take(frames, job.plan.heldout_frames)]
 
     meter = Meter(cast, job, receiver)
-    for step in range(1, job.plan.steps + 1):
+    if start.checkpoint is not None:
+        meter.restore(checkpoint.read_state(start.checkpoint)["meter"])
+    for step in range(start.step + 1, steps + 1):
         counts = train_step(accelerator, wrapped, optimizer, schedule, head, frames, job)
         meter.add(counts)
 
         # Once in a while, all drafters: walk over the held-out text.
         values: dict[str, float] = {}
-        last = step == job.plan.steps
+        last = step == steps
         if due(step, config.evaluate.interval, last) and job.heldout_packs:
             with accelerator.autocast():
                 counted = evaluate_heldout(accelerator, model, head, heldout, job)
@@ -80,15 +87,45 @@ def run_drafter(cast: Cast, job: Job) -> None:
         if values:
             tracker.log(step, values)
         tracker.show(step, meter.shown())
-        if accelerator.is_main_process and due(step, config.checkpoint.interval, last):
-            save_checkpoint(job, step, model, optimizer)
+        if writer is not None and due(step, config.checkpoint.interval, last):
+            writer.save(step, model, optimizer, facts_of_step(job, step, values, meter))
         if not last and due(step, config.evaluate.decode_interval, last):
             decoding.ask(model, step)
         decoding.collect(wait=False)
 
+    if writer is not None:
+        writer.close()
     finish(accelerator, job, model, heldout, decoding, tracker)
     for edge in edges.values():
         edge.close()
+
+
+def make_writer(cast: Cast, job: Job) -> CheckpointWriter | None:
+    """The main drafter's writer of checkpoints, once the target is known to be the right one."""
+    if not cast.place.is_main:
+        return None
+    cast.store.wait([TARGET_FINGERPRINT], TARGET_LOADS)
+    target = cast.store.get(TARGET_FINGERPRINT).decode()
+    if job.start.checkpoint is not None:
+        refuse_other_target(job.start.checkpoint, target)
+    drafter = config_json(job.drafter_config, dtype="float32")
+    facts = {
+        "config": asdict(job.config),
+        "drafter": config_json(job.drafter_config),
+        "data": job.prepared.folder.name,
+        "target": target,
+        "versions": run_facts()["packages"],
+    }
+    return CheckpointWriter(job.folder / CHECKPOINTS, job.config.checkpoint, drafter, facts)
+
+
+def facts_of_step(job: Job, step: int, values: dict[str, float], meter: Meter) -> dict[str, Any]:
+    """What a checkpoint says beside its tensors."""
+    return {
+        "batches": job.plan.batches_done(step),
+        "acceptance": values.get("eval/acceptance_length"),
+        "meter": meter.state(),
+    }
 
 
 def finish(
@@ -128,113 +165,6 @@ def finish(
         tracker.close()
 
 
-def make_accelerator(cast: Cast, config: TrainConfig, folder: Path) -> Accelerator:
-    """Accelerate over the drafters' world."""
-    on_cpu = cast.device.type == "cpu"
-    return Accelerator(
-        cpu=on_cpu,
-        mixed_precision="bf16" if use_bfloat16(config, cast.device) else "no",
-        log_with=list(config.trackers) or None,
-        project_dir=folder,
-    )
-
-
-def use_bfloat16(config: TrainConfig, device: torch.device) -> bool:
-    """Whether matrix products run in bfloat16: where asked, or where the processor has it."""
-    if config.drafter.precision != "auto":
-        return config.drafter.precision == "bfloat16"
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
-
-
-def frozen_head(config: TrainConfig, dtype: torch.dtype, device: torch.device) -> FrozenHead:
-    """The target's embedding and head, from its checkpoint."""
-    target = config.target
-    return load_frozen_head(
-        resolve(target), dtype, device, target.revision, target.trust_remote_code
-    )
-
-
-def head_dtype(accelerator: Accelerator) -> torch.dtype:
-    """The frozen head is stored in the type in which it is multiplied."""
-    return torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-
-
-def attention_backend(config: TrainConfig, device: torch.device) -> str:
-    """``drafter.attention``; auto is flex on CUDA and sdpa elsewhere."""
-    if config.drafter.attention != "auto":
-        return config.drafter.attention
-    return "flex" if device.type == "cuda" else "sdpa"
-
-
-def take(
-    frames: Iterator[tuple[Frame, FeatureBatch]], count: int
-) -> Iterator[tuple[Frame, FeatureBatch]]:
-    """The next ``count`` frames, without asking for the one after."""
-    for _ in range(count):
-        yield next(frames)
-
-
-def kept(batch: FeatureBatch) -> FeatureBatch:
-    """A copy that outlives the wire slot."""
-    tensors = {
-        name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)
-    }
-    return replace(batch, **tensors)
-
-
-def due(step: int, interval: int, last: bool) -> bool:
-    """Whether something with this interval (0 never, but at the end) happens at ``step``."""
-    return last or (interval > 0 and step % interval == 0)
-
-
-def train_step(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    schedule: LambdaLR,
-    head: FrozenHead,
-    frames: Iterator[tuple[Frame, FeatureBatch]],
-    job: Job,
-) -> Tensor:
-    """One optimizer step over this drafter's share; returns the step's counts over all drafters.
-
-    Losses are summed over micro-batches and ranks, and gradients divided once by the weight of
-    the whole step, so the result does not depend on how the step was split.
-
-    Returns:
-        ``[6]`` float64: loss, weight, correct slots, supervised slots, tokens, gradient norm.
-    """
-    config = job.config
-    counts = torch.zeros(5, dtype=torch.float64, device=accelerator.device)
-    shares = job.plan.step_frames
-    for turn, (_, batch) in enumerate(take(frames, shares)):
-        last = turn == shares - 1
-        # All drafters: the backward of a step's last frame is the one that averages gradients.
-        with nullcontext() if last else accelerator.no_sync(model), accelerator.autocast():
-            out = batch_loss(
-                model, head, batch, job.mask_token_id, config.drafter, config.loss, config.seed
-            )
-        with nullcontext() if last else accelerator.no_sync(model):
-            accelerator.backward(out.loss)
-        counts += out.counts
-    # All drafters.
-    counts = accelerator.reduce(counts, "sum")
-    weight = counts[1]
-    # DDP averages over the drafters: their number undoes that.
-    scale = torch.where(weight > 0, accelerator.num_processes / weight, 0.0).float()
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(scale)
-    norm = accelerator.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
-    optimizer.step()
-    schedule.step()
-    optimizer.zero_grad()
-    return torch.cat([counts, norm.double().reshape(1)])
-
-
 def evaluate_heldout(
     accelerator: Accelerator,
     model: DFlashDraftModel,
@@ -260,16 +190,6 @@ def heldout_values(counts: BlockCounts) -> dict[str, float]:
         "eval/uniform_anchor_length": counts.uniform_anchor_length,
         "eval/loss": counts.cross_entropy,
     }
-
-
-def save_checkpoint(
-    job: Job, step: int, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    """Write a checkpoint and drop the oldest; the main drafter only."""
-    folder = job.folder / "checkpoints"
-    facts = {"drafter": job.drafter_config.to_dict(), "data": job.prepared.folder.name}
-    checkpoint.save(folder, step, model, optimizer, facts)
-    checkpoint.prune(folder, job.config.checkpoint.keep)
 
 
 def flat(config: TrainConfig) -> dict[str, Any]:

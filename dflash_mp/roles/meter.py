@@ -2,6 +2,7 @@
 
 import json
 import time
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -33,6 +34,15 @@ class Meter:
         """Add a step's ``[6]`` counts (see ``train_step``)."""
         self.counts += counts
         self.steps += 1
+
+    def state(self) -> dict[str, Any]:
+        """What is added up since the last ``values``, for a checkpoint; waits for the device."""
+        return {"counts": self.counts.tolist(), "steps": self.steps}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from ``state()``, so that the next means are those of an unbroken run."""
+        self.counts += torch.tensor(state["counts"], dtype=torch.float64, device=self.counts.device)
+        self.steps = int(state["steps"])
 
     def values(self, accelerator: Accelerator, schedule: LambdaLR) -> dict[str, float]:
         """Means since the last call; waits for the device."""

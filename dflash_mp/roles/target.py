@@ -1,7 +1,9 @@
 """The target's loop: claim a frame, run the frozen model into a slot, hand it to the sender."""
 
+import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import fields
@@ -11,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dflash_mp.cast import Cast
 from dflash_mp.data.packing import PackedBatch
@@ -21,12 +23,17 @@ from dflash_mp.features import FeatureBatch
 from dflash_mp.job import Job
 from dflash_mp.roles.requests import Answering
 from dflash_mp.speculate import DecodeSettings, speculative_decode
+from dflash_mp.target.frame_cache import MEMORY, FrameCache, fingerprint
 from dflash_mp.target.model import FeatureExtractor, load_target, resolve
+from dflash_mp.wire.plan import Frame, Kind
 from dflash_mp.wire.stream import Sender, open_edges
 
 log = logging.getLogger(__name__)
 
+TARGET_FINGERPRINT = "target"
 LAST_REQUEST = timedelta(days=7)
+SAMPLED = 64
+"""Values of each parameter in a fingerprint."""
 
 
 def run_target(cast: Cast, job: Job) -> None:
@@ -34,6 +41,8 @@ def run_target(cast: Cast, job: Job) -> None:
     config = job.config
     timeout = timedelta(seconds=config.wire.timeout_s)
     model = load_target(config.target, cast.device)
+    if cast.place.role_rank == 0:
+        cast.store.set(TARGET_FINGERPRINT, weights_fingerprint(model))
     extractor = FeatureExtractor(model, job.layer_ids)
     log.info(
         "%s: %s, documents %s",
@@ -41,6 +50,7 @@ def run_target(cast: Cast, job: Job) -> None:
         type(model).__name__,
         "packed in one row" if extractor.packs else "in padded rows of their own",
     )
+    cache = open_frame_cache(cast, job, weights_fingerprint(model))
     edges = open_edges(cast, timeout)
     sender = Sender(cast, job.plan, job.layout, config.wire.slots, edges, timeout)
     answering = Answering(cast.client(), cast.place.role_rank, decode_share(cast, job, model))
@@ -52,10 +62,8 @@ def run_target(cast: Cast, job: Job) -> None:
         if decodes:
             answering.pending()
         slot = sender.slot()
-        features = job.layout.view(slot, frame.number)
         begun = time.perf_counter()
-        copy_tokens(job.batch(frame), features)
-        extractor.fill(features)
+        fill(slot, frame, job, extractor, cache)
         sender.clock.add("forward", time.perf_counter() - begun)
         sender.submit(slot, frame)
         seconds = {**sender.clock.seconds, "elapsed": time.perf_counter() - start}
@@ -65,6 +73,66 @@ def run_target(cast: Cast, job: Job) -> None:
         answering.until_end(LAST_REQUEST)
     for edge in edges.values():
         edge.close()
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """A digest of names, shapes, types and a sample of the values of a model's parameters."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        values = parameter.detach().reshape(-1)
+        sample = values[:: max(1, values.numel() // SAMPLED)][:SAMPLED].cpu().contiguous()
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:20]
+
+
+def fill(
+    slot: Tensor, frame: Frame, job: Job, extractor: FeatureExtractor, cache: FrameCache | None
+) -> None:
+    """Write ``frame`` into ``slot``: from the kept frames, or by running the target."""
+    pack = None
+    if cache is not None and frame.kind is Kind.TRAIN:
+        pack = job.order.place(frame.number)[1]
+        if cache.load(pack, slot):
+            return
+    features = job.layout.view(slot, frame.number)
+    copy_tokens(job.batch(frame), features)
+    extractor.fill(features)
+    if cache is not None and pack is not None:
+        cache.store(pack, slot)
+
+
+def open_frame_cache(cast: Cast, job: Job, weights: str) -> FrameCache | None:
+    """The node's kept frames, if ``features.cache`` asks for them; all targets take part.
+
+    Args:
+        weights: fingerprint of the target.
+    """
+    config, place = job.config, cast.place
+    if config.features.cache == "off":
+        return None
+    nbytes = job.layout.nbytes
+    capacity = min(job.order.end(0), int(config.features.cache_gb * 1e9) // nbytes)
+    facts = {
+        "weights": weights,
+        "layers": job.layer_ids,
+        "data": job.prepared.folder.name,
+        "layout": str(job.layout),
+        "seed": config.seed,
+        "capacity": capacity,
+    }
+    in_memory = config.features.cache == "ram"
+    folder = MEMORY if in_memory else job.prepared.folder.parent / "frames"
+    path = folder / f"dflash_mp-{fingerprint(facts)}{f'-{os.getppid()}' if in_memory else ''}"
+    cache = FrameCache(path, capacity, nbytes)
+    if in_memory:
+        first = place.node * place.targets_per_node
+        keys = [f"frames/{first + i}" for i in range(place.targets_per_node)]
+        cast.store.set(f"frames/{place.role_rank}", b"")
+        cast.store.wait(keys)
+        # Everyone holds it open now; without a name it goes when the last of them goes.
+        path.unlink(missing_ok=True)
+    return cache
 
 
 def copy_tokens(batch: PackedBatch, features: FeatureBatch) -> None:

@@ -1,0 +1,93 @@
+"""Frames kept from the first epoch on, so that later epochs do not run the target.
+
+One file holds every frame of the training set at a place of its own, behind an index of eight
+bytes a frame. All targets of a node read and write it, whoever made a frame; a frame is the same
+bytes whoever makes it, so two writers do no harm. In memory (``ram``) the file lies in a memory
+file system and is unlinked as soon as all targets have opened it: nothing is left behind by a
+crash. On disk (``disk``) it stays for later runs with the same fingerprint.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_mp.config import UserError
+
+MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+"""Where a file is memory, on Linux."""
+ENTRY = 8
+"""Index bytes of a frame: four of a mark, four of the checksum; zeros until it is written."""
+MARK = b"dfmp"
+
+
+class FrameCache:
+    """A file of ``capacity`` frames; frames beyond it are not kept.
+
+    Args:
+        path: the file, made if it is not there.
+        capacity: frames that fit.
+        nbytes: size of a frame.
+
+    Raises:
+        UserError: the file cannot be made.
+    """
+
+    def __init__(self, path: Path, capacity: int, nbytes: int) -> None:
+        self.capacity, self.nbytes = capacity, nbytes
+        self.hits = self.misses = 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            # Sparse: only what is written takes space.
+            os.ftruncate(self._file, capacity * (ENTRY + nbytes))
+        except OSError as error:
+            raise UserError(
+                f"features.cache: cannot write {path}: {error.strerror}; use features.cache=off "
+                "or point data.cache_dir elsewhere"
+            ) from None
+
+    def load(self, number: int, slot: Tensor) -> bool:
+        """Copy frame ``number`` into ``slot`` (``[nbytes]`` uint8) if it is there and whole."""
+        if number < self.capacity:
+            entry = os.pread(self._file, ENTRY, number * ENTRY)
+            if entry[:4] == MARK:
+                buffer = slot if slot.device.type == "cpu" else torch.empty_like(slot, device="cpu")
+                os.preadv(self._file, [memoryview(buffer.numpy())], self._place(number))
+                if checksum(buffer) == entry[4:]:
+                    slot.copy_(buffer)
+                    self.hits += 1
+                    return True
+        self.misses += 1
+        return False
+
+    def store(self, number: int, slot: Tensor) -> None:
+        """Keep ``slot`` as frame ``number``; the index is written last."""
+        if number >= self.capacity:
+            return
+        buffer = slot.cpu()
+        os.pwrite(self._file, memoryview(buffer.numpy()), self._place(number))
+        os.pwrite(self._file, MARK + checksum(buffer), number * ENTRY)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._file)
+
+    def _place(self, number: int) -> int:
+        return self.capacity * ENTRY + number * self.nbytes
+
+
+def checksum(buffer: Tensor) -> bytes:
+    """CRC-32 of a CPU buffer, four bytes."""
+    return zlib.crc32(memoryview(buffer.numpy())).to_bytes(4, "little")
+
+
+def fingerprint(facts: dict[str, Any]) -> str:
+    """Name of the cache of everything in ``facts`` (JSON values): other facts, other file."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
