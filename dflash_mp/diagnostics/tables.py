@@ -1,0 +1,111 @@
+"""The tables of docs/race.md, made from the committed results.
+
+``python -m dflash_mp.diagnostics.tables docs/race.md`` rewrites them in place.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from dflash_mp.diagnostics.verdict import Tally, read_results
+
+RESULTS = Path(__file__).parent / "results"
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+
+# The scenarios in which the flag or the module hooks decide, in the order of the story.
+ABOUT_FLAG = (
+    "call-in-compile",
+    "call-in-make-fx",
+    "flex-threads",
+    "block-threads",
+    "past-recompile-limit",
+    "lost-update",
+    "lost-update-flex",
+    "call-in-symbolic-trace",
+    "leaked-hooks",
+    "trace-over-inductor",
+)
+ABOUT_REST = (
+    "rewound-draws",
+    "branch-on-compiling",
+    "optimizer-in-compile",
+    "adamw-threads",
+    "stuck-annotation",
+    "mask-threads",
+    "fullgraph-threads",
+)
+REST_TREATMENTS = ("none", "backport-hooks", "lock", "gate", "processes")
+
+Cells = dict[tuple[str, str], Tally]
+
+
+def load() -> list[tuple[dict[str, Any], Cells]]:
+    """Read all committed results, oldest torch first."""
+    found = []
+    for path in sorted(RESULTS.glob("torch-*.json"), key=_minor):
+        about, tallies = read_results(path)
+        found.append((about, {(t.scenario, t.treatment): t for t in tallies}))
+    return found
+
+
+def _minor(path: Path) -> tuple[int, ...]:
+    return tuple(int(part) for part in path.stem.removeprefix("torch-").split("."))
+
+
+def entry(cell: Tally | None) -> str:
+    """Say "loud 3/3 FX error", "ok 0/20 (<14 %)", or nothing for a cell that was not run."""
+    if cell is None:
+        return ""
+    labels = ", ".join(cell.labels)
+    outcome = cell.outcome if cell.outcome == "ok" else f"**{cell.outcome}**"
+    return " ".join(part for part in (outcome, cell.in_short(), labels) if part)
+
+
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Return a table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def tables() -> str:
+    """Return all tables as Markdown."""
+    results = load()
+    names = [about["torch"].split("+")[0] for about, _ in results]
+    lines = ["### Without treatment", ""]
+    lines += table(
+        ["scenario", *(f"torch {name}" for name in names)],
+        [
+            [f"`{s}`", *(entry(cells.get((s, "none"))) for _, cells in results)]
+            for s in (*ABOUT_FLAG, *ABOUT_REST)
+        ],
+    )
+    for name, (_, cells) in zip(names, results, strict=True):
+        treatments = list(dict.fromkeys(t for s, t in cells if s in ABOUT_FLAG))
+        lines += ["", f"### torch {name}: the flag and the hooks", ""]
+        lines += table(
+            ["treatment", *(f"`{s}`" for s in ABOUT_FLAG)],
+            [[f"`{t}`", *(entry(cells.get((s, t))) for s in ABOUT_FLAG)] for t in treatments],
+        )
+        lines += ["", f"### torch {name}: other state of the process", ""]
+        lines += table(
+            ["scenario", *(f"`{t}`" for t in REST_TREATMENTS)],
+            [[f"`{s}`", *(entry(cells.get((s, t))) for t in REST_TREATMENTS)] for s in ABOUT_REST],
+        )
+    return "\n".join(lines)
+
+
+def with_tables(document: str) -> str:
+    """Return ``document`` with what stands between the two markers replaced by the tables."""
+    head, rest = document.split(BEGIN)
+    tail = rest.split(END)[1]
+    return f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
+
+
+def main() -> None:
+    """Entry point."""
+    path = Path(sys.argv[1])
+    path.write_text(with_tables(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
