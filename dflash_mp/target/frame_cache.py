@@ -59,7 +59,7 @@ class FrameCache:
             entry = os.pread(self._file, ENTRY, number * ENTRY)
             if entry[:4] == MARK:
                 buffer = slot if slot.device.type == "cpu" else torch.empty_like(slot, device="cpu")
-                os.preadv(self._file, [memoryview(buffer.numpy())], self._place(number))
+                os.preadv(self._file, [buffer.numpy().data], self._place(number))
                 if checksum(buffer) == entry[4:]:
                     slot.copy_(buffer)
                     self.hits += 1
@@ -72,7 +72,7 @@ class FrameCache:
         if number >= self.capacity:
             return
         buffer = slot.cpu()
-        os.pwrite(self._file, memoryview(buffer.numpy()), self._place(number))
+        os.pwrite(self._file, buffer.numpy().data, self._place(number))
         os.pwrite(self._file, MARK + checksum(buffer), number * ENTRY)
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class FrameCache:
 
 def checksum(buffer: Tensor) -> bytes:
     """CRC-32 of a CPU buffer, four bytes."""
-    return zlib.crc32(memoryview(buffer.numpy())).to_bytes(4, "little")
+    return zlib.crc32(buffer.numpy().data).to_bytes(4, "little")
 
 
 def fingerprint(facts: dict[str, Any]) -> str:

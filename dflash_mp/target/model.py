@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dflash_mp.config import TargetConfig, UserError
 from dflash_mp.features import FeatureBatch
@@ -74,7 +74,7 @@ def target_dtype(target: TargetConfig, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[target.dtype]
 
 
-def load_target(target: TargetConfig, device: torch.device) -> nn.Module:
+def load_target(target: TargetConfig, device: torch.device) -> PreTrainedModel:
     """The frozen model in eval mode on ``device``."""
     model = AutoModelForCausalLM.from_pretrained(
         resolve(target),
@@ -86,7 +86,7 @@ def load_target(target: TargetConfig, device: torch.device) -> nn.Module:
     return model.to(device).eval().requires_grad_(False)
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers of the language model, also inside a multimodal model.
 
     Raises:
@@ -101,7 +101,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return found[0]
 
 
-def tapped_layers(model: nn.Module, layer_ids: list[int]) -> list[nn.Module]:
+def tapped_layers(model: PreTrainedModel, layer_ids: list[int]) -> list[nn.Module]:
     """The decoder layers whose outputs are the target hidden states, in the order of the ids."""
     layers = decoder_layers(model)
     return [layers[index] for index in layer_ids]
@@ -112,7 +112,7 @@ class _Stop(Exception):
 
 
 @contextmanager
-def capturing(model: nn.Module, layer_ids: list[int], stop: bool) -> Iterator[list[Tensor]]:
+def capturing(model: PreTrainedModel, layer_ids: list[int], stop: bool) -> Iterator[list[Tensor]]:
     """Collect the outputs of the tapped layers of one forward: n tensors ``[B, S, H]``.
 
     A layer's output is ``output_hidden_states[id + 1]`` of the same forward. With ``stop`` the
@@ -145,7 +145,7 @@ class FeatureExtractor:
         final: also take the input of the LM head (needs the whole depth).
     """
 
-    def __init__(self, model: nn.Module, layer_ids: list[int], final: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, layer_ids: list[int], final: bool = False) -> None:
         self.model = model
         self.layer_ids = layer_ids
         self.final = final
@@ -227,7 +227,7 @@ def padded_rows(document_ids: Tensor) -> list[tuple[list[slice], int]]:
 
 
 @torch.no_grad()
-def isolates_documents(model: nn.Module, layer_ids: list[int]) -> bool:
+def isolates_documents(model: PreTrainedModel, layer_ids: list[int]) -> bool:
     """Whether documents packed in one row with restarting positions cannot see each other.
 
     Linear-attention and recurrent layers carry a state over the boundary: decided by the config.
