@@ -103,7 +103,7 @@ def evaluate_prompts(
                     **vars(decoded),
                     "plain_tokens": None if alone is None else len(alone.tokens),
                     "plain_seconds": None if alone is None else alone.decode_seconds,
-                    "verdict": _verdict(same, alone is None, gap, target.dtype),
+                    "verdict": verdict(same, alone is None, gap, target.dtype),
                     "largest_gap": gap,
                 }
             )
@@ -192,7 +192,12 @@ def simulation_warning(simulated: float, measured: float) -> str | None:
     )
 
 
-def _verdict(same: bool, unchecked: bool, gap: float, dtype: torch.dtype) -> str:
+def verdict(same: bool, unchecked: bool, gap: float, dtype: torch.dtype) -> str:
+    """``same``, ``tie`` or ``different`` from plain decoding.
+
+    ``same``: the texts were found equal. ``unchecked``: there was no plain text to compare with.
+    ``gap``: see ``largest_gap``; ``dtype``: the target's.
+    """
     if same or (unchecked and gap == 0):
         return "same"
     return "tie" if gap <= TIE[dtype] else "different"

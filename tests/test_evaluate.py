@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from transformers import AutoConfig
 
@@ -17,6 +18,7 @@ from dflash_mp.acceptance import (
     largest_gap,
     merge_results,
     simulation_warning,
+    verdict,
 )
 from dflash_mp.acceptance_report import table
 from dflash_mp.config import UserError, config_dir, to_config
@@ -112,6 +114,23 @@ def test_largest_gap_finds_a_token_the_target_did_not_choose(temperature):
     assert largest_gap(golden_target(), prompt, text, settings) < 1e-4
     text[6] = (text[6] + 1) % 512
     assert largest_gap(golden_target(), prompt, text, settings) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("same", "unchecked", "gap", "dtype", "expected"),
+    [
+        (True, False, 0.0, torch.float32, "same"),
+        (False, True, 0.0, torch.float32, "same"),
+        (False, True, 5e-4, torch.float32, "tie"),
+        # The whole-text forward agrees with the drafted text, token-by-token decoding did not.
+        (False, False, 0.0, torch.float32, "tie"),
+        (False, False, 0.02, torch.float32, "different"),
+        (False, False, 0.25, torch.bfloat16, "tie"),
+        (False, True, 0.75, torch.bfloat16, "different"),
+    ],
+)
+def test_only_rounding_counts_as_a_tie(same, unchecked, gap, dtype, expected):
+    assert verdict(same, unchecked, gap, dtype) == expected
 
 
 def test_rates_by_hand():
