@@ -1,0 +1,43 @@
+"""The page about the race says what the committed results say."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dflash_mp.diagnostics.catalogue import SCENARIOS, TREATMENTS
+from dflash_mp.diagnostics.tables import ABOUT_FLAG, ABOUT_REST, load, with_tables
+
+PAGE = (Path(__file__).parents[2] / "docs" / "race.md").read_text()
+
+
+def test_tables_are_those_of_the_results():
+    assert with_tables(PAGE) == PAGE
+
+
+def test_every_scenario_has_a_place_in_the_tables():
+    assert set(ABOUT_FLAG) | set(ABOUT_REST) == set(SCENARIOS)
+
+
+@pytest.mark.parametrize("name", [*SCENARIOS, *TREATMENTS])
+def test_every_scenario_and_treatment_is_explained(name):
+    story = PAGE.split("<!-- tables: begin -->")[0]
+    assert f"`{name}`" in story
+
+
+def test_names_on_the_page_exist():
+    named = re.findall(r"(?:scenario|treatment)=([a-z-]+)", PAGE)
+    assert set(named) <= {*SCENARIOS, *TREATMENTS}
+
+
+def test_results_of_three_torches_are_committed():
+    minors = {".".join(about["torch"].split(".")[:2]) for about, _ in load()}
+    assert {"2.11", "2.13", "2.14"} <= minors
+
+
+def test_processes_were_clean_and_often_enough_in_every_committed_run():
+    for about, cells in load():
+        for scenario, definition in SCENARIOS.items():
+            cell = cells[scenario, "processes"]
+            assert cell.bad == 0, (about["torch"], scenario)
+            assert cell.runs >= (20 if definition.random else 1), (about["torch"], scenario)
