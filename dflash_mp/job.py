@@ -92,7 +92,7 @@ class Job:
         return Layout(
             tokens=self.config.data.tokens_per_batch,
             hidden_width=hidden * len(self.layer_ids),
-            final_width=0,
+            final_width=hidden if self.config.loss.reads_target else 0,
             dtype=DTYPES[self.config.wire.dtype],
         )
 

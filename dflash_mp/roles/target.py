@@ -43,7 +43,7 @@ def run_target(cast: Cast, job: Job) -> None:
     model = load_target(config.target, cast.device)
     if cast.place.role_rank == 0:
         cast.store.set(TARGET_FINGERPRINT, weights_fingerprint(model))
-    extractor = FeatureExtractor(model, job.layer_ids)
+    extractor = FeatureExtractor(model, job.layer_ids, final=config.loss.reads_target)
     log.info(
         "%s: %s, documents %s",
         cast.place.name,
