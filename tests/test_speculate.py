@@ -191,6 +191,17 @@ def test_sliding_window_layers_give_back_what_they_would_have_forgotten():
     assert decoded.tokens == no_cache[11:]
 
 
+def test_layers_of_an_unknown_kind_are_refused():
+    config = Qwen3Config(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=1, num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    target = Qwen3ForCausalLM(config).eval()
+    target.config.layer_types = ["full_attention", "telepathy"]
+    with pytest.raises(UserError, match=r"Qwen3ForCausalLM has layers of type 'telepathy'"):
+        plain_decode(target, [1, 2], DecodeSettings(2))
+
+
 def test_context_bounds():
     with pytest.raises(UserError, match="prompt has no tokens"):
         decode([])
