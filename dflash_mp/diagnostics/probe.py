@@ -42,7 +42,7 @@ class Cell:
     scenario: str
     treatment: str
     threads: int = 3
-    # How long random actors without an end of their own keep going.
+    # CPU time for which random actors without an end of their own keep going.
     seconds: float = 3.0
     # After this many seconds the cell is given up.
     timeout: float = 60.0

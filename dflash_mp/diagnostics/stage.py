@@ -91,7 +91,7 @@ class StageSettings:
 
     events: dict[str, Event]
     threads: int
-    # How long random actors without an end of their own keep going.
+    # CPU time for which random actors without an end of their own keep going.
     seconds: float
     # A value of time.monotonic().
     deadline: float
