@@ -17,6 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_mp.errors import UserError, one_of, require
+from dflash_mp.learning_config import LossConfig, OptimConfig, ScheduleConfig
 from dflash_mp.run_config import CheckpointConfig, FailureConfig
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -183,53 +184,6 @@ class FeaturesConfig:
 
 
 @dataclass
-class LossConfig:
-    """The training objective."""
-
-    kind: str = MISSING
-    gamma: float | None = MISSING
-    dpace_alpha: float = MISSING
-    rows_per_chunk: int = MISSING
-
-    def __post_init__(self) -> None:
-        one_of("loss.kind", self.kind, ("ce", "dpace"))
-        require(self.gamma is None or self.gamma > 0, f"loss.gamma={self.gamma}: must be positive")
-        require(0 < self.dpace_alpha <= 1, f"loss.dpace_alpha={self.dpace_alpha}: not in (0, 1]")
-        require(self.rows_per_chunk >= 1, "loss.rows_per_chunk must be at least 1")
-
-
-@dataclass
-class OptimConfig:
-    """AdamW."""
-
-    lr: float = MISSING
-    weight_decay: float = MISSING
-    beta1: float = MISSING
-    beta2: float = MISSING
-    max_grad_norm: float = MISSING
-
-    def __post_init__(self) -> None:
-        require(self.lr > 0, f"optim.lr={self.lr}: must be positive")
-        require(self.max_grad_norm > 0, "optim.max_grad_norm must be positive")
-
-
-@dataclass
-class ScheduleConfig:
-    """Learning rate over the run."""
-
-    kind: str = MISSING
-    warmup: float = MISSING
-    decay: float = MISSING
-    min_ratio: float = MISSING
-
-    def __post_init__(self) -> None:
-        one_of("schedule.kind", self.kind, ("cosine", "wsd", "constant"))
-        for key in ("warmup", "decay", "min_ratio"):
-            value = getattr(self, key)
-            require(0 <= value <= 1, f"schedule.{key}={value}: must be between 0 and 1")
-
-
-@dataclass
 class EvaluateConfig:
     """Held-out measurements during and after training."""
 
@@ -329,8 +283,9 @@ def config_keys(kind: type[Any], prefix: str = "") -> list[str]:
     hints = get_type_hints(kind)
     for item in fields(kind):
         key = prefix + item.name
-        nested = hints[item.name]
-        keys += config_keys(nested, key + ".") if is_dataclass(nested) else [key]
+        nested: Any = hints[item.name]
+        is_section = isinstance(nested, type) and is_dataclass(nested)
+        keys += config_keys(nested, key + ".") if is_section else [key]
     return keys
 
 

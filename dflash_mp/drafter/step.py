@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_mp.config import DrafterConfig, LossConfig
-from dflash_mp.drafter.anchors import make_blocks, sample_anchors
+from dflash_mp.drafter.anchors import Blocks, make_blocks, sample_anchors
 from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.features import FeatureBatch
 from dflash_mp.losses import HeadRows, dpace_weights, head_loss, position_weights
@@ -22,15 +22,32 @@ class BatchLoss:
     """Sums over one micro-batch; nothing is divided before all of a step's are added up."""
 
     loss: Tensor
-    """Scalar: sum over supervised slots of weight times cross-entropy, with its graph."""
+    """Scalar: sum over supervised slots of weight times objective, with its graph."""
 
     counts: Tensor
     """``[5]`` float64, detached: loss, weight, correct slots, supervised slots, tokens."""
 
 
-def decay_gamma(loss: LossConfig, block_size: int) -> float:
-    """``loss.gamma``, or the paper's choice for the block size (section 4 of arXiv 2602.06036)."""
+def decay_gamma(loss: LossConfig, block_size: int) -> float | None:
+    """``gamma`` of the position weights; None without decay.
+
+    ``loss.gamma``, or the paper's choice for the block size (section 4 of arXiv 2602.06036).
+    """
+    if not loss.decay:
+        return None
     return loss.gamma or DEFAULT_GAMMA.get(block_size, block_size / 2)
+
+
+def describe_objective(loss: LossConfig, block_size: int) -> str:
+    """The objective with every default filled in, for people."""
+    gamma = decay_gamma(loss, block_size)
+    if loss.kind == "dpace":
+        weights = f"D-PACE weights with alpha {loss.dpace_alpha:g}"
+    elif gamma is None:
+        weights = "the same weight for every slot"
+    else:
+        weights = f"weights exp(-(slot - 1) / {gamma:g})"
+    return f"{loss.kind}, labels from the {loss.labels}, {weights}"
 
 
 def batch_loss(
@@ -55,19 +72,26 @@ def batch_loss(
     hidden = model(
         head.embed(blocks.input_ids), batch.hidden_states, batch.position_ids, blocks, rows
     )  # [R, H]
-    through_head = HeadRows(hidden, head.weight, blocks.labels[rows], softcap=head.softcap)
-    ce_rows, correct_rows = head_loss(through_head, "ce", loss.rows_per_chunk)  # [R]
+    through_head = HeadRows(
+        hidden,
+        head.weight,
+        blocks.labels[rows] if loss.labels == "data" else None,
+        target_rows(batch, blocks, rows) if loss.reads_target else None,
+        head.softcap,
+    )
+    kind = "ce" if loss.kind == "dpace" else loss.kind
+    loss_rows, correct_rows = head_loss(through_head, kind, loss.rows_per_chunk)  # [R]
     weights = supervised.float()  # [A, B]
     if loss.kind == "dpace":
         ce = torch.zeros_like(weights)
-        ce[rows] = ce_rows.detach()
+        ce[rows] = loss_rows.detach()
         weights = dpace_weights(ce, supervised, loss.dpace_alpha)
         total = supervised.sum()
     else:
         gamma = decay_gamma(loss, drafter.block_size)
         weights = weights * position_weights(drafter.block_size, gamma, weights.device)
         total = weights.sum()
-    value = (weights[rows] * ce_rows).sum()
+    value = (weights[rows] * loss_rows).sum()
     correct = (correct_rows & supervised[rows]).sum()
     tokens = (batch.document_ids >= 0).sum()
     counts = torch.stack(
@@ -87,3 +111,24 @@ def every_slot(supervised: Tensor) -> Tensor:
     slots = torch.ones_like(supervised)
     slots[:, 0] = False
     return slots
+
+
+def target_rows(batch: FeatureBatch, blocks: Blocks, rows: Tensor) -> Tensor:
+    """``[R, H]`` input of the target's head from which it predicts the label of each slot.
+
+    The label of slot ``k`` is the token at ``anchor + k``; the target names it one position before.
+
+    Args:
+        batch: with ``final_hidden``.
+        blocks: of this batch.
+        rows: ``[A, B]`` bool without slot 0, the slots that are asked for.
+
+    Raises:
+        ValueError: the batch came without ``final_hidden``.
+    """
+    final = batch.final_hidden
+    if final is None:
+        raise ValueError("the objective needs final_hidden, but the batch came without")
+    slot = torch.arange(rows.shape[1], device=rows.device)  # [B]
+    before = (blocks.anchors[:, None] + slot - 1).clamp(max=final.shape[0] - 1)  # [A, B]
+    return final[before[rows]]

@@ -1,0 +1,66 @@
+"""The configuration sections of learning: objective, optimizer, learning rate."""
+
+from dataclasses import dataclass
+
+from omegaconf import MISSING
+
+from dflash_mp.errors import one_of, require
+
+
+@dataclass
+class LossConfig:
+    """The training objective."""
+
+    kind: str = MISSING
+    labels: str = MISSING
+    decay: bool = MISSING
+    gamma: float | None = MISSING
+    dpace_alpha: float = MISSING
+    rows_per_chunk: int = MISSING
+
+    def __post_init__(self) -> None:
+        one_of("loss.kind", self.kind, ("ce", "dpace", "kl", "tv", "ce+kl"))
+        one_of("loss.labels", self.labels, ("data", "target"))
+        require(
+            not (self.decay and self.kind == "dpace"),
+            "loss.kind=dpace weighs the slots itself: use loss=dpace, or set loss.decay=false",
+        )
+        require(self.gamma is None or self.gamma > 0, f"loss.gamma={self.gamma}: must be positive")
+        require(0 < self.dpace_alpha <= 1, f"loss.dpace_alpha={self.dpace_alpha}: not in (0, 1]")
+        require(self.rows_per_chunk >= 1, "loss.rows_per_chunk must be at least 1")
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether the objective needs the target's own prediction at each slot."""
+        return self.labels == "target" or self.kind not in ("ce", "dpace")
+
+
+@dataclass
+class OptimConfig:
+    """AdamW."""
+
+    lr: float = MISSING
+    weight_decay: float = MISSING
+    beta1: float = MISSING
+    beta2: float = MISSING
+    max_grad_norm: float = MISSING
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, f"optim.lr={self.lr}: must be positive")
+        require(self.max_grad_norm > 0, "optim.max_grad_norm must be positive")
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate over the run."""
+
+    kind: str = MISSING
+    warmup: float = MISSING
+    decay: float = MISSING
+    min_ratio: float = MISSING
+
+    def __post_init__(self) -> None:
+        one_of("schedule.kind", self.kind, ("cosine", "wsd", "constant"))
+        for key in ("warmup", "decay", "min_ratio"):
+            value = getattr(self, key)
+            require(0 <= value <= 1, f"schedule.{key}={value}: must be between 0 and 1")

@@ -1,0 +1,202 @@
+"""The loss of a micro-batch, every objective, against plain loops over slots in float64."""
+
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_mp.config import DrafterConfig, LossConfig, UserError
+from dflash_mp.drafter.anchors import sample_anchors
+from dflash_mp.drafter.frozen_head import FrozenHead
+from dflash_mp.drafter.hf_config import read_config
+from dflash_mp.drafter.model import DFlashDraftModel, DraftCache
+from dflash_mp.drafter.step import batch_loss, describe_objective
+from dflash_mp.features import FeatureBatch
+
+WIDTH, VOCAB, BLOCK, MASK, TAPS, ANCHORS = 16, 41, 5, 40, 2, 6
+LENGTHS, PADDING = (13, 11), 4
+GAMMA, ALPHA = 2.5, 0.3
+
+
+def loss_config(kind: str, labels: str, decay: bool, gamma: float | None = GAMMA) -> LossConfig:
+    return LossConfig(kind, labels, decay, gamma, dpace_alpha=ALPHA, rows_per_chunk=7)
+
+
+def make_batch() -> FeatureBatch:
+    """Two documents and padding; some response tokens are not supervised."""
+    generator = torch.Generator().manual_seed(3)
+    size = sum(LENGTHS) + PADDING
+    draw = lambda width: torch.randn(size, width, generator=generator)  # noqa: E731
+    mask = torch.rand(size, generator=generator) < 0.8
+    mask[sum(LENGTHS) :] = False
+    padded = [*LENGTHS, PADDING]
+    return FeatureBatch(
+        number=1,
+        input_ids=torch.randint(0, MASK, (size,), generator=generator, dtype=torch.int32),
+        position_ids=torch.cat([torch.arange(n, dtype=torch.int32) for n in padded]),
+        document_ids=torch.tensor([0, 1, -1], dtype=torch.int32).repeat_interleave(
+            torch.tensor(padded)
+        ),
+        loss_mask=mask.to(torch.uint8),
+        hidden_states=draw(TAPS * WIDTH),
+        final_hidden=draw(WIDTH),
+    )
+
+
+@pytest.fixture
+def model() -> DFlashDraftModel:
+    config = read_config(
+        {
+            "hidden_size": WIDTH,
+            "intermediate_size": 24,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "num_hidden_layers": 2,
+            "vocab_size": VOCAB,
+            "num_target_layers": 4,
+            "initializer_range": 0.3,
+            "block_size": BLOCK,
+            "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2]},
+        }
+    )
+    model = DFlashDraftModel(config)
+    model.init_weights(seed=0)
+    return model
+
+
+def make_head(softcap: float | None) -> FrozenHead:
+    generator = torch.Generator().manual_seed(5)
+    embedding, weight = (torch.randn(VOCAB, WIDTH, generator=generator) for _ in range(2))
+    return FrozenHead(embedding, weight, softcap=softcap)
+
+
+def slot_loss(kind: str, q: Tensor, p: Tensor, label: int) -> Tensor:
+    """One slot's objective from the two distributions ``[V]``."""
+    if kind in ("ce", "dpace"):
+        return -q[label].log()
+    if kind == "tv":
+        return (p - q).abs().sum() / 2
+    kl = (p * (p.log() - q.log())).sum()
+    return kl if kind == "kl" else kl - q[label].log()
+
+
+def plain_loss(
+    model: DFlashDraftModel, head: FrozenHead, batch: FeatureBatch, loss: LossConfig
+) -> tuple[Tensor, list[float]]:
+    """Loss sum, and loss, weight, correct and supervised slots, one block and slot at a time."""
+    anchors, valid = sample_anchors(batch, ANCHORS, seed=0)
+    starts = [0, LENGTHS[0]]
+    total, weight, correct, slots = torch.zeros((), dtype=torch.float64), 0.0, 0, 0
+    for anchor in anchors[valid].tolist():
+        document = int(batch.document_ids[anchor])
+        start, end = starts[document], starts[document] + LENGTHS[document]
+        ids = torch.full((BLOCK,), MASK)
+        ids[0] = batch.input_ids[anchor]
+        features = batch.hidden_states[start:anchor].double()
+        hidden = model.draft(head.embed(ids), features, DraftCache())
+        values: list[Tensor] = []
+        factors: list[tuple[int, Tensor]] = []
+        for k in range(1, BLOCK):
+            if anchor + k >= end or not batch.loss_mask[anchor + k]:
+                continue
+            q = head.logits(hidden[k]).softmax(-1)
+            p = head.logits(batch.final_hidden[anchor + k - 1].double()).softmax(-1)
+            label = int(batch.input_ids[anchor + k] if loss.labels == "data" else p.argmax())
+            values.append(slot_loss(loss.kind, q, p, label))
+            factors.append((k, q[label].detach()))
+            correct += int(q.argmax() == label)
+            slots += 1
+        for j, value in enumerate(values):
+            if loss.kind == "dpace":
+                reached = [(1 - ALPHA) * q + ALPHA for _, q in factors]
+                w = sum(float(torch.stack(reached[: m + 1]).prod()) for m in range(j, len(values)))
+                weight += 1
+            else:
+                w = math.exp(-(factors[j][0] - 1) / loss.gamma) if loss.decay else 1.0
+                weight += w
+            total = total + w * value
+    return total, [float(total.detach()), weight, correct, slots]
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("labels", ["data", "target"])
+@pytest.mark.parametrize(
+    ("kind", "decay"),
+    [
+        ("ce", True),
+        ("ce", False),
+        ("dpace", False),
+        ("kl", True),
+        ("kl", False),
+        ("tv", True),
+        ("ce+kl", True),
+    ],
+)
+def test_batch_loss_equals_plain_loops(
+    model: DFlashDraftModel, kind: str, decay: bool, labels: str, softcap: float | None
+) -> None:
+    loss = loss_config(kind, labels, decay)
+    batch, head = make_batch(), make_head(softcap)
+    drafter = DrafterConfig(
+        layers=2,
+        block_size=BLOCK,
+        tapped_layers=TAPS,
+        sliding_layers=0,
+        sliding_window=64,
+        mask_token_id=MASK,
+        anchors_per_batch=ANCHORS,
+        attention="sdpa",
+        precision="float32",
+    )
+    twin = deepcopy(model).double()
+    expected, counts = plain_loss(twin, deepcopy(head).double(), batch, loss)
+    expected.backward()
+
+    out = batch_loss(model, head, batch, MASK, drafter, loss, seed=0)
+    out.loss.backward()
+
+    assert out.counts.tolist() == pytest.approx([*counts, sum(LENGTHS)], rel=1e-5)
+    assert counts[3] > 10
+    for name, parameter in model.named_parameters():
+        gradient = twin.get_parameter(name).grad
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(parameter.grad.double(), gradient, atol=1e-4 * scale, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "reads"),
+    [
+        ("ce", "data", False),
+        ("dpace", "data", False),
+        ("ce", "target", True),
+        ("dpace", "target", True),
+        ("kl", "data", True),
+        ("tv", "data", True),
+        ("ce+kl", "data", True),
+    ],
+)
+def test_what_the_target_has_to_send(kind: str, labels: str, reads: bool) -> None:
+    assert loss_config(kind, labels, decay=False).reads_target is reads
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (loss_config("ce", "data", True, None), "ce, labels from the data, weights exp(-(slot - 1"),
+        (loss_config("kl", "target", True, None), "/ 4)"),
+        (loss_config("tv", "target", False), "the same weight for every slot"),
+        (loss_config("dpace", "data", False), "D-PACE weights with alpha 0.3"),
+    ],
+)
+def test_the_objective_is_told_with_its_defaults(loss: LossConfig, said: str) -> None:
+    assert said in describe_objective(loss, block_size=8)
+
+
+def test_settings_that_contradict_each_other() -> None:
+    with pytest.raises(UserError, match=r"use loss=dpace, or set loss\.decay=false"):
+        loss_config("dpace", "data", decay=True)
+    with pytest.raises(UserError, match=r"loss\.labels=self"):
+        loss_config("ce", "self", decay=True)
