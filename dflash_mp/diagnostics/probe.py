@@ -184,9 +184,8 @@ def run_here(cell: Cell, actor: str | None, events: Any) -> Any:
                 reports = [stage.act(actor, actors[actor])]
             else:
                 reports = _run_threads(stage, actors, treatment, said)
-            if scenario.victim is not None:
-                with treatment.in_worker():
-                    reports.append(stage.act("victim", scenario.victim))
+            with treatment.in_worker():
+                reports.append(stage.act("victim", scenario.victim))
             left = left_behind()
     said = sorted({s for s in said if s})
     return Report(reports, left, scenario.moment in stage.met, stage.serialised, said)

@@ -17,30 +17,6 @@ from dflash_mp.diagnostics.stage import Stage
 Actor = Callable[[Stage], None]
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """One way in which threads and compiled functions meet."""
-
-    about: str
-    # The actors by name, given the number of threads (only random scenarios look at it).
-    actors: Callable[[int], dict[str, Actor]]
-    events: tuple[str, ...] = ()
-    # Runs in the main thread of each process, inside the treatment; returns what actors share.
-    prepare: Callable[[Stage], Any] = lambda stage: None
-    # Runs every signature once in the main thread; its flag says to leave one out.
-    warm_up: Callable[[Stage, bool], None] = lambda stage, partial: None
-    # Ordinary work in the main thread when the actors are gone.
-    victim: Actor | None = None
-    # The event at which the harm can happen; when it never comes, the cell is inconclusive.
-    moment: str = "end"
-    random: bool = False
-
-
-def cast(**actors: Actor) -> Callable[[int], dict[str, Actor]]:
-    """Name the actors of a scenario that has always the same ones."""
-    return lambda threads: actors
-
-
 def small_input() -> Tensor:
     """Return [2, 8]."""
     return torch.linspace(-1.0, 1.0, 16).reshape(2, 8)
@@ -75,6 +51,36 @@ def call_warm_module(stage: Stage) -> None:
     shared: WarmModule = stage.shared
     result = stage.call(shared.module, shared.inputs)
     stage.expect("the output is", result, shared.expected)
+
+
+def compile_and_call(stage: Stage) -> None:
+    """Compile another module, and call it and its eager form."""
+    fresh = warm_module(stage)
+    stage.expect("the output is", stage.call(fresh.module, fresh.inputs), fresh.expected)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One way in which threads and compiled functions meet."""
+
+    about: str
+    # The actors by name, given the number of threads (only random scenarios look at it).
+    actors: Callable[[int], dict[str, Actor]]
+    events: tuple[str, ...] = ()
+    # Runs in the main thread of each process, inside the treatment; returns what actors share.
+    prepare: Callable[[Stage], Any] = lambda stage: None
+    # Runs every signature once in the main thread; its flag says to leave one out.
+    warm_up: Callable[[Stage, bool], None] = lambda stage, partial: None
+    # Ordinary work in the main thread when the actors are gone.
+    victim: Actor = compile_and_call
+    # The event at which the harm can happen; when it never comes, the cell is inconclusive.
+    moment: str = "end"
+    random: bool = False
+
+
+def cast(**actors: Actor) -> Callable[[int], dict[str, Actor]]:
+    """Name the actors of a scenario that has always the same ones."""
+    return lambda threads: actors
 
 
 def stay_in_make_fx(fire: str, until: str, after: str = "") -> Actor:
