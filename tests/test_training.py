@@ -146,12 +146,13 @@ def test_a_run_leaves_what_it_promises(launch: Launch, tmp_path: Path) -> None:
         "README.md",
         "config.json",
         "model.safetensors",
+        "parity.json",
     ]
     for name in ("loss.png", "acceptance.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
     assert list(folder.glob("dflash_mp/events.out.tfevents.*"))
     summary = json.loads((folder / "data.json").read_text())
-    assert summary["train"]["read"] == 24
+    assert summary["train"]["rows_read"] == 24
     results = json.loads((folder / "results.json").read_text())
     assert results["decoded"]["greedy"] == results["decoded"]["prompts"] == 3
     assert results["decoded_before"]["acceptance_length"] >= 1.0

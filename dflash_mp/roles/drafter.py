@@ -14,11 +14,12 @@ from dflash_mp import checkpoint
 from dflash_mp.cast import Cast
 from dflash_mp.checkpoint import CheckpointWriter
 from dflash_mp.config import TrainConfig
-from dflash_mp.drafter.checkpoint_format import load_drafter, save_drafter
+from dflash_mp.drafter.checkpoint_format import load_drafter
 from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.hf_config import config_json
 from dflash_mp.drafter.model import DFlashDraftModel
 from dflash_mp.drafter.step import describe_objective
+from dflash_mp.export_folder import write_export
 from dflash_mp.features import FeatureBatch
 from dflash_mp.job import Job
 from dflash_mp.metrics import BlockCounts, empty_counts, unpack_counts
@@ -26,7 +27,7 @@ from dflash_mp.optim import build_optimizer, build_schedule
 from dflash_mp.resume import CHECKPOINTS, refuse_other_target
 from dflash_mp.roles.decoding import Decoding
 from dflash_mp.roles.meter import Meter
-from dflash_mp.roles.results import write_results
+from dflash_mp.roles.results import export_facts, write_results
 from dflash_mp.roles.setup import attention_backend, frozen_head, head_dtype, make_accelerator
 from dflash_mp.roles.step import due, kept, take, train_step, warm_up
 from dflash_mp.roles.target import TARGET_FINGERPRINT
@@ -142,16 +143,16 @@ def finish(
     """Export, measure the exported drafter in both ways, and tell where everything is."""
     steps, config = job.plan.steps, job.config
     export = job.folder / "export"
-    if accelerator.is_main_process:
-        save_drafter(model, export)
-        decoding.ask_export(export, steps)
-    # All drafters: the export is on disk.
-    accelerator.wait_for_everyone()
     device = accelerator.device
     # As the targets decode: the exported weights, in the target's type.
     dtype = target_dtype(config.target, device)
-    exported = load_drafter(export, dtype, device, model.attention)
     head = frozen_head(config, dtype, device)
+    if accelerator.is_main_process:
+        write_export(export, model, export_facts(job), head)
+        decoding.ask_export(export, steps)
+    # All drafters: the export is on disk.
+    accelerator.wait_for_everyone()
+    exported = load_drafter(export, dtype, device, model.attention)
     counts = evaluate_heldout(accelerator, exported, head, heldout, job)
     decoding.collect(wait=True)
     decoding.end()

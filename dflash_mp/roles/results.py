@@ -1,9 +1,11 @@
-"""The end of a run: results.json, plots, the model card, and a page for the terminal."""
+"""The end of a run: results.json, plots, what the export tells, and a page for the terminal."""
 
 import json
 import sys
 from typing import Any
 
+from dflash_mp.acceptance import simulation_warning
+from dflash_mp.export_folder import add_facts
 from dflash_mp.job import Job
 from dflash_mp.tracking import plot, read_metrics
 
@@ -20,7 +22,7 @@ def write_results(job: Job, results: dict[str, Any]) -> None:
     """
     (job.folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     plots = plot(job.folder)
-    (job.folder / "export" / "README.md").write_text(model_card(job, results))
+    add_facts(job.folder / "export", measured_facts(job, results))
     lines = ["", *curve(read_metrics(job.folder)), "", *acceptance_lines(results), ""]
     lines += [
         f"checkpoints  {job.folder / 'checkpoints'}",
@@ -65,32 +67,33 @@ def acceptance_lines(results: dict[str, Any]) -> list[str]:
     if results["simulated"]:
         simulated = results["simulated"]["eval/acceptance_length"]
         lines.append(f"simulated by a walk over the held-out text: {simulated:.2f}")
+        if warning := simulation_warning(simulated, after["acceptance_length"]):
+            lines.append(f"warning: {warning}")
     return lines
 
 
-def model_card(job: Job, results: dict[str, Any]) -> str:
-    """README.md of the export folder."""
-    config, drafter = job.config, job.drafter_config
-    data = job.prepared.train.lengths
-    acceptance = "\n".join(f"- {line}" for line in acceptance_lines(results))
-    return f"""---
-library_name: transformers
-tags: [dflash, speculative-decoding]
----
+def export_facts(job: Job) -> dict[str, Any]:
+    """What the export says of its making."""
+    config, data = job.config, job.prepared.train.lengths
+    return {
+        "target": config.target.name,
+        "target_revision": config.target.revision,
+        "data": str(config.data.train),
+        "data_fingerprint": job.prepared.folder.name,
+        "conversations": len(data),
+        "tokens": int(data.sum()),
+        "steps": job.plan.steps,
+        "objective": config.loss.kind,
+    }
 
-# DFlash drafter for {config.target.name}
 
-A block-diffusion draft model with the key layout of z-lab/dflash. Embedding and LM head are the
-target's and are not in this folder.
-
-- target: {config.target.name} (revision {config.target.revision or "default"})
-- layers {drafter.num_hidden_layers}, block size {drafter.block_size}
-  ({drafter.block_size - 1} drafted tokens), target layers {job.layer_ids},
-  mask token {job.mask_token_id}
-- data: {config.data.train}, {len(data)} conversations, {int(data.sum())} tokens,
-  {job.plan.steps} optimizer steps
-{acceptance}
-
-Acceptance length counts the tokens committed by one target forward, the target's own included,
-greedy, one prompt at a time, pooled over all cycles.
-"""
+def measured_facts(job: Job, results: dict[str, Any]) -> dict[str, Any]:
+    """What the export says of its acceptance."""
+    facts: dict[str, Any] = {}
+    if results["decoded"] is not None:
+        facts["acceptance_length"] = results["decoded"]["acceptance_length"]
+        facts["prompts"] = results["decoded"]["prompts"]
+        facts["max_new_tokens"] = job.config.evaluate.max_new_tokens
+    if results["simulated"]:
+        facts["simulated_acceptance_length"] = results["simulated"]["eval/acceptance_length"]
+    return facts
