@@ -88,10 +88,8 @@ def gram_hashes(response: np.ndarray) -> np.ndarray:
     """``[max(1, n - 7)]`` uint64 hash of every run of eight tokens; of the whole when shorter."""
     width = min(GRAM, len(response))
     tokens = response.astype(np.uint64) + np.uint64(1)
+    # The width is part of the hash, so that a short response matches a whole one only.
     hashes = np.full(len(response) - width + 1, np.uint64(width))
-    if len(response) == width < GRAM:
-        # The length is part of the hash, so that a short response matches a whole one only.
-        hashes += np.uint64(len(response) << 32)
     for offset in range(width):
         hashes = (hashes ^ tokens[offset : offset + len(hashes)]) * BASE
         hashes ^= hashes >> np.uint64(29)

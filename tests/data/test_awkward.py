@@ -245,6 +245,19 @@ def test_what_is_supervised(tokenizer):
     assert supervised(documents) == ["Good day.<|im_end|>"]
 
 
+def test_what_a_repair_leaves(tokenizer):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    _, _, documents = outcome(tokenizer, line(chat(("user", parts), HELLO[1])))
+    assert "<|im_start|>user\na\nb<|im_end|>" in documents[0][0][0]
+    row = chat(("system", "Be."), ("assistant", "First"), *HELLO)
+    _, _, documents = outcome(tokenizer, line(row))
+    assert documents[0][0][0].startswith("<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user\n")
+    assert supervised(documents) == ["Good day.<|im_end|>"]
+    row = {"instruction": "Sum", "input": "1 2", "output": "3", "system": "Be."}
+    _, _, documents = outcome(tokenizer, line(row))
+    assert "system\nBe.<|im_end|>\n<|im_start|>user\nSum\n\n1 2<" in documents[0][0][0]
+
+
 def test_rendered_text_is_not_rendered_again(tokenizer):
     text = (
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"

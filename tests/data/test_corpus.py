@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -187,6 +189,23 @@ def test_work_of_a_killed_process_is_not_used(files, tokenizer):
     (unfinished / "seal.json").unlink()
     assert np.array_equal(prepare(data, tokenizer, MASK).train.input_ids, ids)
     assert not unfinished.exists()
+
+
+def test_two_processes_that_want_the_same_do_it_once(files, tokenizer, monkeypatch):
+    data = data_config(**files)
+    done = []
+
+    def slow_ingest(*arguments):
+        time.sleep(0.2)
+        done.append(arguments[0])
+        return ingest.ingest(*arguments)
+
+    monkeypatch.setattr(corpus_module, "ingest", slow_ingest)
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(prepare, data, tokenizer, MASK) for _ in range(3)]
+        folders = {future.result().folder for future in futures}
+    assert len(folders) == 1
+    assert sorted(done) == ["data.heldout", "data.train"]
 
 
 def test_nothing_is_left_of_a_failed_run(files, tokenizer, tmp_path):

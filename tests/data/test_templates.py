@@ -171,6 +171,21 @@ def test_thinking_switched_off_as_the_server_does():
         documents(thinking(), THOUGHTS, **off)
 
 
+def test_thinking_in_reply_to_a_prompt_that_forbids_it():
+    # Finished turns are written without their thinking, and so is the reply's own prompt.
+    closed = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{% if m['role'] == 'assistant' %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+        "{{ m['content'].split('</think>')[-1].lstrip('\n') + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}"
+        "{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}"
+    )
+    tokenizer = make_tokenizer(closed, words=WORDS)
+    assert documents(tokenizer, CHAT[:2])[0][2][-1] == ("Yes sir<|im_end|>", True)
+    with pytest.raises(Dropped, match="a prompt that forbids it"):
+        documents(tokenizer, THOUGHTS[:2])
+
+
 def test_thinking_opened_by_the_generation_prompt():
     first, second = documents(opened_thinking(), THOUGHTS)
     assert first[2] == [
