@@ -1,0 +1,193 @@
+"""The stream's invariants, with a real store and real gloo edges; threads stand in for ranks."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dflash_mp.cast import Cast, LauncherStore, loopback, place
+from dflash_mp.config import TopologyConfig
+from dflash_mp.features import FeatureBatch
+from dflash_mp.wire.frame import FrameError, Header, Layout
+from dflash_mp.wire.plan import Frame, Kind, Plan
+from dflash_mp.wire.stream import SENDER_SLOTS, Receiver, Sender, StreamError, open_edges
+
+LAYOUT = Layout(tokens=16, hidden_width=4, final_width=0, dtype=torch.float32)
+TIMEOUT = timedelta(seconds=20)
+Cluster = Callable[..., list[object]]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """``cluster(targets, drafters, work)`` runs ``work(cast)`` for every rank; gives results."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback())
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def run(targets: int, drafters: int, work: Callable[[Cast], object]) -> list[object]:
+        ranks = targets + drafters
+        topology = TopologyConfig(targets, drafters)
+
+        def rank(number: int) -> object:
+            client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=TIMEOUT)
+            store = dist.PrefixStore("test", client)
+            mine = place(number, ranks, ranks, topology)
+            return work(Cast(mine, torch.device("cpu"), store, LauncherStore(store, 0)))
+
+        with ThreadPoolExecutor(ranks) as pool:
+            return list(pool.map(rank, range(ranks)))
+
+    return run
+
+
+def content(frame: Frame) -> float:
+    return 1000.0 * frame.kind.value + frame.number
+
+
+def send_all(cast: Cast, plan: Plan, slots: int, timeout: timedelta = TIMEOUT) -> int:
+    """A target: fills every frame it claims with a value that names it."""
+    sender = Sender(cast, plan, LAYOUT, slots, open_edges(cast, TIMEOUT), timeout)
+    sent = 0
+    for frame in sender.claims():
+        slot = sender.slot()
+        batch = LAYOUT.view(slot, frame.number)
+        batch.hidden_states.fill_(content(frame))
+        batch.document_ids.zero_()
+        sender.submit(slot, frame)
+        sent += 1
+    sender.finish()
+    return sent
+
+
+def receiver(cast: Cast, plan: Plan, slots: int, timeout: timedelta = TIMEOUT) -> Receiver:
+    return Receiver(cast, plan, LAYOUT, slots, open_edges(cast, TIMEOUT), timeout)
+
+
+@pytest.mark.parametrize(
+    ("targets", "drafters", "slots"), [(1, 1, 1), (2, 1, 3), (3, 2, 1), (2, 3, 2)]
+)
+def test_every_drafter_gets_its_frames_in_order_with_their_content(
+    cluster: Cluster, targets: int, drafters: int, slots: int
+) -> None:
+    plan = Plan(heldout=3, training=23, per_step=4, drafters=drafters)
+
+    def work(cast: Cast) -> object:
+        if cast.place.role == "target":
+            return send_all(cast, plan, slots)
+        received = []
+        for frame, batch in receiver(cast, plan, slots):
+            if frame.kind is Kind.PAD:
+                assert (batch.document_ids == -1).all()
+            else:
+                assert (batch.hidden_states == content(frame)).all()
+                assert batch.number == frame.number
+            received.append(frame)
+        return received
+
+    results = cluster(targets, drafters, work)
+    assert sum(results[:targets]) == 3 + 23
+    for drafter, received in enumerate(results[targets:]):
+        assert received == list(plan.received(drafter))
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_no_more_than_w_frames_are_announced_beyond_what_was_consumed(
+    cluster: Cluster, slots: int
+) -> None:
+    """Memory is bounded however fast the target is: the drafter looks before each frame."""
+    plan = Plan(heldout=0, training=20, per_step=1, drafters=1)
+    claimed = []
+
+    def work(cast: Cast) -> object:
+        if cast.place.role == "target":
+            return send_all(cast, plan, slots)
+        ahead = []
+        store = cast.client()
+        for consumed, _ in enumerate(receiver(cast, plan, slots)):
+            time.sleep(0.02)
+            claimed.append(int(store.add("claim/0", 0)) - consumed)
+            # Announcements are deleted when read, so look for any beyond the window.
+            beyond = [f"ann/0/{k}" for k in range(consumed + slots, 20)]
+            ahead.append(sum(store.check([key]) for key in beyond))
+        return ahead
+
+    _, ahead = cluster(1, 1, work)
+    assert ahead == [0] * 20
+    # In the window, in the sender's slots, and the one that waits for a slot.
+    assert max(claimed) <= slots + SENDER_SLOTS + 1
+
+
+def test_a_batch_is_not_overwritten_before_the_next_is_asked_for(cluster: Cluster) -> None:
+    plan = Plan(heldout=0, training=12, per_step=1, drafters=1)
+
+    def work(cast: Cast) -> object:
+        if cast.place.role == "target":
+            return send_all(cast, plan, slots=1)
+        for frame, batch in receiver(cast, plan, slots=1):
+            before = batch.hidden_states.clone()
+            time.sleep(0.02)
+            assert torch.equal(batch.hidden_states, before)
+            assert (before == content(frame)).all()
+        return True
+
+    assert cluster(1, 1, work)[1]
+
+
+def test_a_missing_frame_and_a_missing_credit_are_named(cluster: Cluster) -> None:
+    plan = Plan(heldout=0, training=8, per_step=1, drafters=1)
+    short = timedelta(seconds=1)
+    started = threading.Event()
+
+    def silent_target(cast: Cast) -> object:
+        if cast.place.role == "target":
+            open_edges(cast, TIMEOUT)
+            return None
+        with pytest.raises(StreamError, match=r"drafter0: frame 0 .* within 1 s"):
+            next(iter(receiver(cast, plan, 2, short)))
+        started.set()
+        return None
+
+    cluster(1, 1, silent_target)
+    assert started.is_set()
+
+
+def test_a_drafter_that_stops_consuming_is_named(cluster: Cluster) -> None:
+    plan = Plan(heldout=0, training=8, per_step=1, drafters=1)
+    short = timedelta(seconds=1)
+    done = threading.Event()
+
+    def work(cast: Cast) -> object:
+        if cast.place.role == "target":
+            with pytest.raises(StreamError, match=r"target0: credit of drafter0 for frame 2"):
+                send_all(cast, plan, 2, short)
+            done.set()
+            return None
+        taken = receiver(cast, plan, 2)
+        assert isinstance(next(iter(taken))[1], FeatureBatch)
+        done.wait(20)
+        return None
+
+    cluster(1, 1, work)
+    assert done.is_set()
+
+
+def test_a_frame_that_is_not_the_planned_one_is_refused_with_both_ends_named(
+    cluster: Cluster,
+) -> None:
+    plan = Plan(heldout=0, training=4, per_step=1, drafters=1)
+
+    def work(cast: Cast) -> object:
+        if cast.place.role == "target":
+            open_edges(cast, TIMEOUT)
+            wrong = Header(0, 0, 0, Kind.TRAIN.value, number=3, nbytes=LAYOUT.nbytes)
+            cast.store.set("ann/0/0", wrong.pack())
+            return None
+        with pytest.raises(FrameError, match=r"drafter0: target0 announced"):
+            next(iter(receiver(cast, plan, 2)))
+        return None
+
+    cluster(1, 1, work)
