@@ -15,6 +15,7 @@ from dflash_mp.config import TrainConfig, cache_dir
 from dflash_mp.data.corpus import check_data, load_prepared, prepare
 from dflash_mp.drafter.hf_config import config_json
 from dflash_mp.drafter.mask_token import pick_mask_token
+from dflash_mp.drafter.step import describe_objective
 from dflash_mp.job import Job, drafter_config
 from dflash_mp.resume import refuse_other_data
 from dflash_mp.roles.drafter import run_drafter
@@ -37,6 +38,9 @@ def train(config: TrainConfig, hydra_folder: Path) -> None:
     check_data(config.data)
     with enter(mine, str(folder.resolve()), config.threads) as cast:
         job = make_job(cast, config, folder, begin(cast, config, folder))
+        # Every rank's log has it; on the console it is rank 0's.
+        block_size = job.drafter_config.block_size
+        log.info("objective: %s", describe_objective(config.loss, block_size))
         if mine.role == TARGET:
             run_target(cast, job)
         else:

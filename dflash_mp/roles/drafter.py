@@ -18,7 +18,6 @@ from dflash_mp.drafter.checkpoint_format import load_drafter
 from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.hf_config import config_json
 from dflash_mp.drafter.model import DFlashDraftModel
-from dflash_mp.drafter.step import describe_objective
 from dflash_mp.export_folder import write_export
 from dflash_mp.features import FeatureBatch
 from dflash_mp.job import Job
@@ -51,8 +50,6 @@ def run_drafter(cast: Cast, job: Job) -> None:
     model.to(cast.device)
     head = frozen_head(config, head_dtype(accelerator), cast.device)
     optimizer = build_optimizer(model, config.optim)
-    if cast.place.is_main:
-        log.info("objective: %s", describe_objective(config.loss, config.drafter.block_size))
     writer = make_writer(cast, job)
     tracker = Tracker(accelerator, job.folder, steps, start.step, flat(config))
     decoding = Decoding(cast, job, tracker)
