@@ -29,6 +29,8 @@ def write_results(job: Job, results: dict[str, Any]) -> None:
         f"export       {job.folder / 'export'}",
         f"plots        {', '.join(str(path) for path in plots)}",
         f"results      {job.folder / 'results.json'}, {job.folder / 'metrics.jsonl'}",
+        f"evaluate     python -m dflash_mp.evaluate drafter={job.folder / 'export'} "
+        f"target.name={job.config.target.name} data.prompts=<file of conversations>",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
