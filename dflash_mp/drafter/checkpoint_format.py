@@ -10,11 +10,18 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import Qwen3Config
 
 from dflash_mp.config import UserError, require
 from dflash_mp.drafter.hf_config import config_json, read_config
 from dflash_mp.drafter.model import DFlashDraftModel
-from dflash_mp.drafter.weight_files import SINGLE, find_file, read_tensor, tensor_files
+from dflash_mp.drafter.weight_files import (
+    SINGLE,
+    find_file,
+    read_tensor,
+    tensor_files,
+    tensor_shape,
+)
 
 CONFIG = "config.json"
 
@@ -54,6 +61,30 @@ def read_drafter_config(source: str, revision: str | None = None) -> dict[str, A
     return dict(raw)
 
 
+def check_tensors(
+    source: str, config: Qwen3Config, revision: str | None = None
+) -> dict[str, Path | str]:
+    """Where each tensor of a drafter lies, once names and shapes are those its config asks for.
+
+    Raises:
+        UserError: tensors missing, left over or of another shape, or a truncated file; one line
+            that names them.
+    """
+    with torch.device("meta"):
+        expected = {k: v.shape for k, v in DFlashDraftModel(config).state_dict().items()}
+    files = tensor_files(source, revision)
+    missing, extra = sorted(expected.keys() - files.keys()), sorted(files.keys() - expected.keys())
+    require(not missing, f"{source}: {len(missing)} tensors are missing, first {missing[:3]}")
+    require(not extra, f"{source}: {len(extra)} tensors do not belong to it, first {extra[:3]}")
+    for key, shape in expected.items():
+        found = tensor_shape(source, files, key, revision)
+        require(
+            found == list(shape),
+            f"{source}: {key} has shape {found}, but its config asks for {list(shape)}",
+        )
+    return files
+
+
 def load_drafter(
     source: Path | str,
     dtype: torch.dtype = torch.float32,
@@ -69,19 +100,8 @@ def load_drafter(
     """
     source = str(source)
     config = read_config(read_drafter_config(source, revision))
-    with torch.device("meta"):
-        expected = {k: v.shape for k, v in DFlashDraftModel(config).state_dict().items()}
-    files = tensor_files(source, revision)
-    missing, extra = sorted(expected.keys() - files.keys()), sorted(files.keys() - expected.keys())
-    require(not missing, f"{source}: {len(missing)} tensors are missing, first {missing[:3]}")
-    require(not extra, f"{source}: {len(extra)} tensors do not belong to it, first {extra[:3]}")
-    state = {key: read_tensor(source, files, key, revision) for key in expected}
-    for key, tensor in state.items():
-        require(
-            tensor.shape == expected[key],
-            f"{source}: {key} has shape {list(tensor.shape)}, but its config asks for "
-            f"{list(expected[key])}",
-        )
+    files = check_tensors(source, config, revision)
+    state = {key: read_tensor(source, files, key, revision) for key in files}
     model = DFlashDraftModel(config, attention)
     model.load_state_dict(state)
     return model.to(device=device, dtype=dtype)

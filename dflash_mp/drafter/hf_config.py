@@ -70,10 +70,7 @@ def make_drafter_config(
     heads = text.num_attention_heads
     sliding = drafter.sliding_layers
     special = {"mask_token_id": mask_token_id, "target_layer_ids": list(layer_ids)}
-    if (scale := embedding_scale(text)) != 1.0:
-        special["input_embedding_scale"] = scale
-    if (softcap := logit_softcap(text)) is not None:
-        special["final_logit_softcapping"] = softcap
+    special |= head_settings(text)
     fields = {
         "vocab_size": text.vocab_size,
         "hidden_size": text.hidden_size,
@@ -114,6 +111,16 @@ def embedding_scale(text: PretrainedConfig) -> float:
 def logit_softcap(text: PretrainedConfig) -> float | None:
     """``c`` where the target's logits are ``c * tanh(logits / c)`` (Gemma), else None."""
     return getattr(text, "final_logit_softcapping", None)
+
+
+def head_settings(text: PretrainedConfig) -> dict[str, float]:
+    """What of embedding and head the drafter's reader must know; empty for most targets."""
+    settings = {}
+    if (scale := embedding_scale(text)) != 1.0:
+        settings["input_embedding_scale"] = scale
+    if (softcap := logit_softcap(text)) is not None:
+        settings["final_logit_softcapping"] = softcap
+    return settings
 
 
 def rope_theta(text: PretrainedConfig) -> float:

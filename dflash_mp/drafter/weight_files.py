@@ -58,15 +58,32 @@ def read_tensor(
     source: str, files: dict[str, Path | str], key: str, revision: str | None = None
 ) -> Tensor:
     """One tensor, in its stored dtype, on the CPU; only its own bytes are read."""
-    path = files[key]
-    if isinstance(path, str):
-        found = find_file(source, path, revision)
-        require(found is not None, f"{source}: its index names {path}, which is missing")
-        assert found is not None
-        path = found
+    path = _file_of(source, files, key, revision)
     try:
         with safe_open(path, "pt") as file:
             tensor: Tensor = file.get_tensor(key)
             return tensor
     except SafetensorError as error:
         raise UserError(f"{path}: cannot read {key} ({error})") from None
+
+
+def tensor_shape(
+    source: str, files: dict[str, Path | str], key: str, revision: str | None = None
+) -> list[int]:
+    """The shape of one tensor, from the header of its file; the tensor is not read."""
+    path = _file_of(source, files, key, revision)
+    try:
+        with safe_open(path, "pt") as file:
+            return list(file.get_slice(key).get_shape())
+    except SafetensorError as error:
+        raise UserError(f"{path}: cannot read {key} ({error})") from None
+
+
+def _file_of(source: str, files: dict[str, Path | str], key: str, revision: str | None) -> Path:
+    path = files[key]
+    if isinstance(path, str):
+        found = find_file(source, path, revision)
+        require(found is not None, f"{source}: its index names {path}, which is missing")
+        assert found is not None
+        path = found
+    return path
