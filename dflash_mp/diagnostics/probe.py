@@ -197,9 +197,12 @@ def _run_threads(stage: Any, actors: dict[str, Any], treatment: Any, said: list[
     done: dict[str, Any] = {}
 
     def work(name: str) -> None:
-        with treatment.in_worker() as told:
-            said.append(told)
-            done[name] = stage.act(name, actors[name])
+        def treated(stage: Any) -> None:
+            with treatment.in_worker() as told:
+                said.append(told)
+                actors[name](stage)
+
+        done[name] = stage.act(name, treated)
 
     threads = [threading.Thread(target=work, args=(n,), name=n, daemon=True) for n in actors]
     for thread in threads:

@@ -66,7 +66,7 @@ def _wrapped(head: str, members: list[str]) -> list[str]:
 
 def details(cell: Tally, about: str) -> str:
     """Show one exception: the failing thread beside the thread that was tracing."""
-    lines = [f"{cell.scenario} under {cell.treatment} ({about})"]
+    lines = [f"{cell.scenario}, treatment {cell.treatment}: {about}"]
     lines += [f"  {outcome}: {count}" for outcome, count in cell.outcomes.items()]
     lines += [f"  {why}" for why in cell.why]
     if cell.example is None:

@@ -53,6 +53,9 @@ def judge(probe: Probe) -> Judgement:
     quiet = [text for actor in actors for text in actor["findings"]]
     quiet += [text for report in probe.reports for text in report["left_behind"]]
     labels = _unique([*map(_failure_label, failures), *map(_finding_label, quiet)])
+    refused = [f["message"] for f in failures if f["kind"] == "TreatmentRefused"]
+    if refused:
+        return Judgement(INCONCLUSIVE, (), tuple(refused))
     if failures:
         return Judgement(LOUD, labels, tuple(f"{f['kind']}: {f['message']}" for f in failures))
     if probe.lost or late:

@@ -9,6 +9,7 @@ import torch
 from dflash_mp.diagnostics.plans import TREATMENTS
 from dflash_mp.diagnostics.probe import Cell, Probe, _collect, start_context
 from dflash_mp.diagnostics.stage import Report, Stage, StageSettings, event_names
+from dflash_mp.diagnostics.treatments import dynamo_config
 from dflash_mp.diagnostics.verdict import (
     INCONCLUSIVE,
     LOUD,
@@ -54,6 +55,16 @@ def test_an_exception_is_loud():
 
     found = judged(failing)
     assert (found.outcome, found.labels) == (LOUD, ("ValueError",))
+
+
+def test_a_treatment_that_refuses_is_inconclusive():
+    def refused(on: Stage) -> None:
+        with dynamo_config("no_such_key", True):
+            pass
+
+    found = judged(refused)
+    assert found.outcome == INCONCLUSIVE
+    assert "no_such_key" in found.why[0]
 
 
 def test_a_call_that_ran_uncompiled_is_silent():
