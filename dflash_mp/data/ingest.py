@@ -27,6 +27,9 @@ from dflash_mp.data.tokenize import Document, Tokenised, tokenise
 log = logging.getLogger(__name__)
 
 ROWS_PER_CHUNK = 256
+MOST_WORKERS = 32
+"""One process reads for all of them and cannot feed more."""
+
 ROWS_FOR_MANY_CORES = 4 * ROWS_PER_CHUNK
 TEMPLATE_REASONS = (
     *("template_error", "not_serving_faithful", "no_supervised_tokens", "all_supervised"),
@@ -167,7 +170,7 @@ def _on_all_cores(
     New interpreters, not forks: the caller may hold threads and process groups. A bounded number
     of chunks is under way, so a slow writer holds up the reader.
     """
-    workers = len(os.sched_getaffinity(0))
+    workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _start_worker, (chat, data)) as pool:
         under_way: deque[tuple[int, Future[Chunk]]] = deque()

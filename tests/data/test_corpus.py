@@ -341,6 +341,9 @@ def test_held_out_rows_that_training_gives_away(files, tokenizer, tmp_path):
     assert stricter.heldout.rows.tolist() == [0]
     looser = prepare(data_config(**config, near_copy_threshold=1.0), tokenizer, MASK)
     assert looser.heldout.rows.tolist() == [0, 3, 4]
+    everything = prepare(data_config(**config, near_copy_threshold=None), tokenizer, MASK)
+    assert everything.heldout.rows.tolist() == [0, 1, 2, 3, 4]
+    assert "nothing was removed" in everything.summary["heldout"]["rule"]
 
 
 def test_select_and_save(tmp_path):
