@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny import make_conversations
 
 from dflash_mp.config import TargetConfig
 from dflash_mp.data.generate import GenerateConfig, PromptsConfig, generate
+from tiny import make_conversations
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -63,6 +63,6 @@ def test_eight_conversations_are_learnt_and_decoded_in_blocks(
     assert losses[-1] < 0.3
     results = json.loads((run / "results.json").read_text())
     assert results["decoded"]["acceptance_length"] >= 6
-    assert results["decoded"]["greedy"] == 8
+    assert results["decoded"]["same"] == 8
     simulated = results["simulated"]["eval/acceptance_length"]
     assert simulated == pytest.approx(results["decoded"]["acceptance_length"], rel=0.02)

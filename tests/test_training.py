@@ -154,7 +154,7 @@ def test_a_run_leaves_what_it_promises(launch: Launch, tmp_path: Path) -> None:
     summary = json.loads((folder / "data.json").read_text())
     assert summary["train"]["rows_read"] == 24
     results = json.loads((folder / "results.json").read_text())
-    assert results["decoded"]["greedy"] == results["decoded"]["prompts"] == 3
+    assert results["decoded"]["same"] == results["decoded"]["prompts"] == 3
     assert results["decoded_before"]["acceptance_length"] >= 1.0
     for word in ("acceptance length after training", "checkpoints", "export", "plots"):
         assert word in result.stdout

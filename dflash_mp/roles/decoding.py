@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from dflash_mp.acceptance import merge_results
 from dflash_mp.cast import Cast
 from dflash_mp.drafter.checkpoint_format import save_drafter
 from dflash_mp.drafter.model import DFlashDraftModel
@@ -44,7 +45,7 @@ class Decoding:
     def _continue(self, first_step: int) -> None:
         """Ask again for what an earlier process asked and got no answer to."""
         if self._answers(0).exists():
-            self.summaries[0] = summarize(read_rows(self._answers(0)))
+            self.summaries[0] = merge_results(read_rows(self._answers(0)))
         for weights in sorted(self.folder.glob("step-*/")):
             step = int(weights.name.removeprefix("step-"))
             if 0 < step <= first_step and (weights / "config.json").exists():
@@ -69,17 +70,15 @@ class Decoding:
         if not self.active:
             return
         for step, shares in self.asking.answers(wait):
-            results = sorted(
-                (row for share in shares for row in share), key=lambda r: r["document"]
-            )
+            results = sorted((row for share in shares for row in share), key=lambda r: r["prompt"])
             self._answers(step).write_text("".join(json.dumps(row) + "\n" for row in results))
-            summary = summarize(results)
+            summary = merge_results(results)
             self.summaries[step] = summary
             self.tracker.log(
                 step,
                 {
                     "eval/decoded_acceptance_length": summary["acceptance_length"],
-                    "eval/decoded_greedy_share": summary["greedy"] / max(1, summary["prompts"]),
+                    "eval/decoded_same_share": summary["same"] / max(1, summary["prompts"]),
                 },
             )
             # Last: whatever is left of these was not answered.
@@ -100,14 +99,3 @@ class Decoding:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of answers."""
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def summarize(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Pooled acceptance length (committed tokens over cycles) and how many prompts were greedy."""
-    committed = [count for row in results for count in row["committed"]]
-    return {
-        "prompts": len(results),
-        "cycles": len(committed),
-        "acceptance_length": sum(committed) / max(1, len(committed)),
-        "greedy": sum(row["greedy"] for row in results),
-    }

@@ -64,7 +64,9 @@ def acceptance_lines(results: dict[str, Any]) -> list[str]:
         f"({before['prompts']} prompts, {before['cycles']} cycles)",
         f"acceptance length after training:  {after['acceptance_length']:.2f} "
         f"({after['prompts']} held-out prompts, {after['cycles']} cycles)",
-        f"greedy output identical to the target's on {after['greedy']} of {after['prompts']}",
+        f"greedy output identical to the target's on {after['same']} of {after['prompts']}"
+        + (f", numerical ties on {after['ties']}" if after["ties"] else "")
+        + (f", DIFFERENT on {after['different']}" if after["different"] else ""),
     ]
     if results["simulated"]:
         simulated = results["simulated"]["eval/acceptance_length"]

@@ -14,17 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from dflash_mp.acceptance import evaluate_prompts
 from dflash_mp.cast import Cast
 from dflash_mp.data.packing import PackedBatch
 from dflash_mp.drafter.checkpoint_format import load_drafter
-from dflash_mp.drafter.frozen_head import FrozenHead, load_frozen_head
 from dflash_mp.features import FeatureBatch
 from dflash_mp.job import Job
 from dflash_mp.roles.requests import Answering
-from dflash_mp.speculate import DecodeSettings, speculative_decode
+from dflash_mp.speculate import DecodeSettings
 from dflash_mp.target.frame_cache import MEMORY, FrameCache, fingerprint
-from dflash_mp.target.model import FeatureExtractor, load_target, resolve
+from dflash_mp.target.model import FeatureExtractor, load_target
 from dflash_mp.wire.plan import Frame, Kind
 from dflash_mp.wire.stream import Sender, open_edges
 
@@ -142,47 +143,26 @@ def copy_tokens(batch: PackedBatch, features: FeatureBatch) -> None:
 
 
 def decode_share(
-    cast: Cast, job: Job, model: nn.Module
+    cast: Cast, job: Job, model: PreTrainedModel
 ) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
     """The function that decodes this target's share of the held-out prompts for a request."""
     targets = cast.place.targets_per_node
-    source = resolve(job.config.target)
-    head: FrozenHead | None = None
 
     def answer(request: dict[str, Any]) -> list[dict[str, Any]]:
-        nonlocal head
-        dtype = next(model.parameters()).dtype
-        if head is None:
-            head = load_frozen_head(
-                source,
-                dtype,
-                cast.device,
-                job.config.target.revision,
-                job.config.target.trust_remote_code,
-            )
-        drafter = load_drafter(Path(request["folder"]), dtype, cast.device)
+        drafter = load_drafter(Path(request["folder"]), model.dtype, cast.device)
         settings = DecodeSettings(
             max_new_tokens=request["max_new_tokens"], stop_ids=stop_ids(model)
         )
-        results = []
-        for document in range(cast.place.role_rank, request["prompts"], targets):
-            prompt = first_prompt(*job.prepared.heldout.document(document))
-            decoded = speculative_decode(model, drafter, head, prompt, settings)
-            results.append(
-                {
-                    "document": document,
-                    "committed": decoded.committed,
-                    "tokens": decoded.tokens,
-                    "greedy": is_greedy(model, prompt, decoded.tokens),
-                    "seconds": decoded.decode_seconds,
-                }
-            )
-        return results
+        prompts = [
+            (number, first_prompt(*job.prepared.heldout.document(number)))
+            for number in range(cast.place.role_rank, request["prompts"], targets)
+        ]
+        return evaluate_prompts(model, drafter, prompts, settings, plain=False)
 
     return answer
 
 
-def stop_ids(model: nn.Module) -> tuple[int, ...]:
+def stop_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """Tokens that end a response, from the model's generation config."""
     ids = model.generation_config.eos_token_id
     return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
@@ -191,15 +171,3 @@ def stop_ids(model: nn.Module) -> tuple[int, ...]:
 def first_prompt(input_ids: np.ndarray, loss_mask: np.ndarray) -> list[int]:
     """The tokens before the first supervised one: what a server would be asked."""
     return input_ids[: int(np.argmax(loss_mask))].tolist()
-
-
-@torch.no_grad()
-def is_greedy(model: nn.Module, prompt: list[int], tokens: list[int]) -> bool:
-    """Whether every one of ``tokens`` is the target's first choice after those before it.
-
-    One forward over the whole text; by induction the text is then the target's greedy output.
-    """
-    device = next(model.parameters()).device
-    text = torch.tensor([prompt + tokens], device=device)
-    logits = model(text[:, :-1], use_cache=False, logits_to_keep=len(tokens)).logits[0]
-    return bool((logits.argmax(-1) == text[0, len(prompt) :]).all())
