@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # threads than idle cores spends its time in barriers.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test test-fast lint format build clean
+.PHONY: help install train test test-fast interop lint format build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -33,6 +33,9 @@ test: install ## Run all tests
 
 test-fast: install ## Run the tests that take seconds
 	$(BIN)/python -m pytest -m 'not slow and not distributed'
+
+interop: install ## Let z-lab's, SpecForge's and speculators' own packages judge the exports
+	$(BIN)/python tests/interop/run.py $(wildcard outputs/smollm2_narrow/export)
 
 lint: install ## Check style, types and the direction of imports
 	$(BIN)/ruff check .
