@@ -216,6 +216,8 @@ class TrainConfig:
     evaluate: EvaluateConfig = MISSING
     checkpoint: CheckpointConfig = MISSING
     failure: FailureConfig = MISSING
+    # No section of its own: "from" cannot be the name of a field.
+    init: dict[str, str | None] = MISSING
     run_name: str = MISSING
     output_dir: str | None = MISSING
     overwrite: bool = MISSING
@@ -233,6 +235,8 @@ class TrainConfig:
         require(self.epochs >= 1, f"epochs={self.epochs}: must be at least 1")
         require(self.micro_batches_per_step >= 1, "micro_batches_per_step must be at least 1")
         require(self.log_interval >= 1, "log_interval must be at least 1")
+        for key in self.init:
+            one_of("init", key, ("from", "revision"))
         ids = self.target.layer_ids
         require(
             ids is None or len(ids) == self.drafter.tapped_layers,

@@ -18,6 +18,7 @@ from dflash_mp.data.corpus import Prepared
 from dflash_mp.data.order import Order
 from dflash_mp.data.packing import PackedBatch, collate, pack
 from dflash_mp.drafter.hf_config import default_layer_ids, make_drafter_config
+from dflash_mp.published import published_config
 from dflash_mp.wire.frame import DTYPES, Layout
 from dflash_mp.wire.plan import Frame, Kind, Plan
 
@@ -121,5 +122,8 @@ def choose_layer_ids(config: TrainConfig, target_config: Any) -> list[int]:
 
 def drafter_config(config: TrainConfig, target_config: Any, mask_token_id: int) -> Qwen3Config:
     """The draft model of this run."""
+    published = published_config(config, target_config)
+    if published is not None:
+        return published
     layer_ids = choose_layer_ids(config, target_config)
     return make_drafter_config(target_config, config.drafter, layer_ids, mask_token_id)

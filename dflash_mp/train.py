@@ -17,6 +17,7 @@ from dflash_mp.drafter.hf_config import config_json
 from dflash_mp.drafter.mask_token import pick_mask_token
 from dflash_mp.drafter.step import describe_objective
 from dflash_mp.job import Job, drafter_config
+from dflash_mp.published import adopt_shape, naming_source
 from dflash_mp.resume import refuse_other_data
 from dflash_mp.roles.drafter import run_drafter
 from dflash_mp.roles.target import run_target
@@ -36,6 +37,7 @@ def train(config: TrainConfig, hydra_folder: Path) -> None:
     folder = Path(config.output_dir) if config.output_dir else hydra_folder
     mine = place_from_environment(config.topology)
     check_data(config.data)
+    config = adopt_shape(config)
     with enter(mine, str(folder.resolve()), config.threads) as cast:
         job = make_job(cast, config, folder, begin(cast, config, folder))
         # Every rank's log has it; on the console it is rank 0's.
@@ -73,7 +75,8 @@ def make_job(cast: Cast, config: TrainConfig, folder: Path, start: Start) -> Job
 
     def prepare_data() -> str:
         tokenizer = load_tokenizer(config.target)
-        mask_token_id = pick_mask_token(tokenizer, target_config, config.drafter.mask_token_id)
+        with naming_source(config):
+            mask_token_id = pick_mask_token(tokenizer, target_config, config.drafter.mask_token_id)
         prepared = prepare(config.data, tokenizer, mask_token_id, data_cache(config))
         (folder / "data.json").write_text(json.dumps(prepared.summary, indent=2) + "\n")
         return json.dumps([mask_token_id, str(prepared.folder)])

@@ -23,6 +23,7 @@ from dflash_mp.features import FeatureBatch
 from dflash_mp.job import Job
 from dflash_mp.metrics import BlockCounts, empty_counts, unpack_counts
 from dflash_mp.optim import build_optimizer, build_schedule
+from dflash_mp.published import set_initial_weights
 from dflash_mp.resume import CHECKPOINTS, refuse_other_target
 from dflash_mp.roles.decoding import Decoding
 from dflash_mp.roles.meter import Meter
@@ -46,7 +47,8 @@ def run_drafter(cast: Cast, job: Job) -> None:
     timeout = timedelta(seconds=config.wire.timeout_s)
     accelerator = make_accelerator(cast, config, job.folder)
     model = DFlashDraftModel(job.drafter_config, attention_backend(config, cast.device))
-    model.init_weights(config.seed)
+    if not set_initial_weights(model, config):
+        model.init_weights(config.seed)
     model.to(cast.device)
     head = frozen_head(config, head_dtype(accelerator), cast.device)
     optimizer = build_optimizer(model, config.optim)
