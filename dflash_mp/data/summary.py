@@ -119,9 +119,10 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         if part["rows_read"] == 0:
             lines.append(f"data.{name}: none")
             continue
+        noted = "".join(f", {count:,} {note}" for note, count in part["notes"].items())
         lines.append(
             f"data.{name}: {part['rows_read']:,} rows = {part['trained']:,} trained + "
-            f"{part['dropped']:,} dropped; {part['repaired']:,} repaired; "
+            f"{part['dropped']:,} dropped; {part['repaired']:,} repaired{noted}; "
             f"{part['documents']:,} documents, {part['tokens']:,} tokens, "
             f"{part['supervised_share']:.0%} supervised, longest {part['longest']:,}; "
             f"{part['duplicates']:,} duplicates"

@@ -69,6 +69,8 @@ def test_rows_are_all_accounted_for(files, tokenizer):
     assert prepared.summary["heldout"]["trained"] == len(prepared.heldout) == 4
     lines = summary_lines(prepared.summary)
     assert "15 rows = 12 trained + 3 dropped" in lines[0]
+    short = prepare(data_config(**files, max_length=40), tokenizer, MASK).summary
+    assert "0 repaired, 12 truncated; 12 documents" in summary_lines(short)[0]
     assert any("dropped 1 unknown_shape, such as train.jsonl:14" in line for line in lines)
     assert json.loads((prepared.folder / "summary.json").read_text()) == prepared.summary
 
