@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # threads than idle cores spends its time in barriers.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test test-fast interop lint format build clean
+.PHONY: help install train test test-fast interop bench lint format build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -36,6 +36,9 @@ test-fast: install ## Run the tests that take seconds
 
 interop: install ## Let z-lab's, SpecForge's and speculators' own packages judge the exports
 	$(BIN)/python tests/interop/run.py $(wildcard outputs/smollm2_narrow/export)
+
+bench: install ## Measure rows/s and packing of the data preparation on this machine
+	$(BIN)/python -m dflash_mp.bench.data
 
 lint: install ## Check style, types and the direction of imports
 	$(BIN)/ruff check .
