@@ -1,6 +1,7 @@
 """Is the torch of this process as it was installed?"""
 
 import inspect
+import re
 import sys
 import types
 from pathlib import Path
@@ -46,7 +47,10 @@ def patched_torch_names() -> list[str]:
         if (module := sys.modules.get(name)) is not None and (
             cls := getattr(module, class_name, None)
         ):
-            members = vars(cls).items()
+            # Libraries may add methods of their own (transformers: Module.smart_apply); a patch is
+            # a name of torch's that runs somebody else's code.
+            source = inspect.getsource(cls)
+            members = [(n, v) for n, v in vars(cls).items() if re.search(rf"\b{n}\b", source)]
             names += [f"{name}.{class_name}.{n}" for n, v in members if _is_foreign(v)]
     names += _stuck_state()
     if (config := sys.modules.get("torch._dynamo.config")) is not None:
