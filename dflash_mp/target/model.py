@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from dflash_mp.config import TargetConfig, UserError
 from dflash_mp.features import FeatureBatch
@@ -76,6 +77,9 @@ def target_dtype(target: TargetConfig, device: torch.device) -> torch.dtype:
 
 def load_target(target: TargetConfig, device: torch.device) -> PreTrainedModel:
     """The frozen model in eval mode on ``device``."""
+    # Every target rank loads; as many bars in one terminal tell nobody anything.
+    transformers_logging.disable_progress_bar()
+    log.info("loading target %s", target.name)
     model = AutoModelForCausalLM.from_pretrained(
         resolve(target),
         revision=target.revision,
