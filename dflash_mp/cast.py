@@ -5,6 +5,7 @@ a default process group of their own (two worlds, both with a rank 0), so Accele
 drafters works unmodified. Nothing here spans the roles but the launcher's store.
 """
 
+import json
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -19,8 +20,10 @@ from dflash_mp.config import TopologyConfig, UserError, require
 
 ROLE_TIMEOUT = timedelta(minutes=30)
 STORE_TIMEOUT = timedelta(minutes=60)
+CONNECT_TIMEOUT = timedelta(seconds=30)
 TARGET = "target"
 DRAFTER = "drafter"
+CURRENT_JOB = "dflash_mp/job"
 
 
 @dataclass(frozen=True)
@@ -162,40 +165,40 @@ def place_from_environment(topology: TopologyConfig) -> Place:
 
 
 @contextmanager
-def enter(mine: Place, job: str, threads: int | None) -> Iterator[Cast]:
+def enter(mine: Place, launcher: LauncherStore, threads: int | None) -> Iterator[Cast]:
     """Join the job as ``mine``: connect the store, choose the device, enter the role's world.
 
     Args:
         mine: this rank's place.
-        job: a name that differs between the jobs of a sweep: they share one store.
+        launcher: the launcher's store, as ``launcher_store`` gives it.
         threads: torch threads of this process; ``None`` leaves torch's default on a GPU and gives
             one thread on a CPU, where several processes share the cores.
 
-    Leaving restores the environment and destroys the role's process group.
+    Leaving restores the environment and destroys the role's process group. After an exception
+    nothing is torn down: other ranks may never answer, and the process is about to end.
     """
-    launcher = launcher_store(job)
     store = launcher.this_attempt()
     device = choose_device(threads)
     if mine.nodes == 1:
         # One node needs no open port: the data plane listens on loopback.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback())
     saved = {key: os.environ[key] for key in ("RANK", "WORLD_SIZE")}
     # Accelerate reads these two; inside a role they describe the role's world.
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(mine.role_rank), str(mine.role_size)
-    try:
-        # Collective of this role's ranks only.
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore(f"world/{mine.role}", store),
-            rank=mine.role_rank,
-            world_size=mine.role_size,
-            timeout=ROLE_TIMEOUT,
-        )
-        yield Cast(mine, device, store, launcher)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        os.environ.update(saved)
+    # Collective of this role's ranks only.
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore(f"world/{mine.role}", store),
+        rank=mine.role_rank,
+        world_size=mine.role_size,
+        timeout=ROLE_TIMEOUT,
+    )
+    yield Cast(mine, device, store, launcher)
+    # Accelerate, when it ends its trackers, ends this as well.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.update(saved)
 
 
 def connect(job: str) -> dist.Store:
@@ -206,6 +209,9 @@ def connect(job: str) -> dist.Store:
 def launcher_store(job: str) -> LauncherStore:
     """A client of the launcher's store, in a namespace of this job.
 
+    Args:
+        job: a name that differs between the jobs of a sweep: they share one store.
+
     Raises:
         UserError: the launcher hosts no store.
     """
@@ -215,11 +221,23 @@ def launcher_store(job: str) -> LauncherStore:
             "the launcher's store is switched off (TORCHELASTIC_USE_AGENT_STORE=False): unset "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE, the roles meet there"
         )
+    # It is there before its ranks are; one that cannot be reached was killed.
     store = dist.TCPStore(
-        env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False, timeout=STORE_TIMEOUT
+        env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False, timeout=CONNECT_TIMEOUT
     )
-    namespace = dist.PrefixStore(f"dflash_mp/{env.get('TORCHELASTIC_RUN_ID', '')}/{job}", store)
-    return LauncherStore(namespace, int(env.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    store.set_timeout(STORE_TIMEOUT)
+    attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    name = f"dflash_mp/{env.get('TORCHELASTIC_RUN_ID', '')}/{job}"
+    store.set(CURRENT_JOB, json.dumps([name, attempt]))
+    return LauncherStore(dist.PrefixStore(name, store), attempt)
+
+
+def current_job(store: dist.Store) -> dist.Store | None:
+    """For the launcher itself: the namespace of the ranks that run now."""
+    if not store.check([CURRENT_JOB]):
+        return None
+    name, attempt = json.loads(store.get(CURRENT_JOB))
+    return LauncherStore(dist.PrefixStore(name, store), attempt).this_attempt()
 
 
 def choose_device(threads: int | None) -> torch.device:

@@ -32,6 +32,8 @@ def run_command(name: str, kind: type[ConfigT], work: Callable[[ConfigT, Path], 
         kind: its dataclass.
         work: gets the validated configuration and Hydra's output folder of this job.
     """
+    if "--cfg" in sys.argv and os.environ.get("RANK", "0") != "0":
+        return  # one rank shows what all of them would run
     # Hydra would print its own report and swallow the exception otherwise.
     os.environ["HYDRA_FULL_ERROR"] = "1"
 

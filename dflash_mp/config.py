@@ -197,7 +197,11 @@ class EvaluateConfig:
         for key in ("interval", "max_rows", "decode_interval", "decode_prompts"):
             value = getattr(self, key)
             require(value >= 0, f"evaluate.{key}={value}: must not be negative")
-        require(self.max_new_tokens >= 1, "evaluate.max_new_tokens must be at least 1")
+        require(
+            self.max_new_tokens >= 2,
+            f"evaluate.max_new_tokens={self.max_new_tokens}: must be at least 2 (the first token "
+            "comes from the prompt)",
+        )
 
 
 @dataclass
@@ -235,6 +239,10 @@ class TrainConfig:
         require(self.epochs >= 1, f"epochs={self.epochs}: must be at least 1")
         require(self.micro_batches_per_step >= 1, "micro_batches_per_step must be at least 1")
         require(self.log_interval >= 1, "log_interval must be at least 1")
+        require(self.seed >= 0, f"seed={self.seed}: must not be negative")
+        require(
+            self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1"
+        )
         for key in self.init:
             one_of("init", key, ("from", "revision"))
         ids = self.target.layer_ids

@@ -52,6 +52,16 @@ class Job:
         return pack(lengths, self.config.data.tokens_per_batch, 0, 0) if len(lengths) else []
 
     @cached_property
+    def decoded_documents(self) -> list[int]:
+        """Held-out documents whose prompts are decoded: the first ``evaluate.decode_prompts``.
+
+        Only those that begin with a prompt: a later piece of a long conversation has none.
+        """
+        heldout = self.prepared.heldout
+        begins = [i for i in range(len(heldout)) if not heldout.document(i)[1][0]]
+        return begins[: self.config.evaluate.decode_prompts]
+
+    @cached_property
     def order(self) -> Order:
         """Documents of each training micro-batch."""
         config = self.config
@@ -72,6 +82,11 @@ class Job:
             training = start.batches + (config.steps - start.step) * per_step
         else:
             training = self.order.end(config.epochs - 1)
+        require(
+            per_step >= self.place.drafters,
+            f"micro_batches_per_step={per_step} leaves some of the {self.place.drafters} drafters "
+            "without work: raise it to a multiple of them, or set topology.drafters",
+        )
         require(
             training >= start.batches,
             f"epochs={config.epochs} are {training} micro-batches, but {start.checkpoint} has done "

@@ -1,5 +1,6 @@
 """The configuration sections of learning: objective, optimizer, learning rate."""
 
+import math
 from dataclasses import dataclass
 
 from omegaconf import MISSING
@@ -47,6 +48,11 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         require(self.lr > 0, f"optim.lr={self.lr}: must be positive")
+        require(math.isfinite(self.lr), f"optim.lr={self.lr}: must be finite")
+        require(self.weight_decay >= 0, f"optim.weight_decay={self.weight_decay}: negative")
+        for key in ("beta1", "beta2"):
+            value = getattr(self, key)
+            require(0 <= value < 1, f"optim.{key}={value}: must be at least 0 and below 1")
         require(self.max_grad_norm > 0, "optim.max_grad_norm must be positive")
 
 

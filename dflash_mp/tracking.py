@@ -11,11 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from tqdm import tqdm
 
 import dflash_mp
+from dflash_mp.config import require
 
 METRICS = "metrics.jsonl"
+
+
+def check_trackers(names: list[str]) -> None:
+    """Refuse trackers that Accelerate does not know or whose package is missing.
+
+    Raises:
+        UserError: names the tracker and those that would work here.
+    """
+    available = [str(tracker) for tracker in get_available_trackers()]
+    for name in names:
+        require(
+            name in available,
+            f"trackers: {name} is unknown or not installed; here there are {', '.join(available)}",
+        )
 
 
 class Tracker:
@@ -113,7 +129,7 @@ def run_facts() -> dict[str, Any]:
     """Versions, commit and command of this run: what somebody needs to repeat it."""
     packages = ("torch", "transformers", "accelerate", "datasets", "safetensors", "hydra-core")
     return {
-        "command": [sys.executable, *sys.orig_argv[1:]],
+        "command": command_line(),
         "commit": git_commit(),
         "dflash_mp": dflash_mp.__version__,
         "python": platform.python_version(),
@@ -122,6 +138,17 @@ def run_facts() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def command_line() -> list[str]:
+    """The command that starts this job again on this node, as typed for the launcher it ran under.
+
+    Needs the launcher's environment: the ranks of a node, and which launcher it was.
+    """
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if os.environ.get("TORCHELASTIC_RUN_ID") == "spawn":
+        return ["python", "-m", "launch.spawn", "--nproc", ranks, *sys.argv[1:]]
+    return ["torchrun", "--nproc_per_node", ranks, "-m", "dflash_mp.train", *sys.argv[1:]]
 
 
 def git_commit() -> str | None:

@@ -5,14 +5,14 @@ Every rank runs this file; the launcher's environment says which part it plays.
 
 import json
 import logging
-from datetime import timedelta
 from pathlib import Path
 
-from dflash_mp.cast import TARGET, Cast, agree, enter, place_from_environment
+from dflash_mp.cast import TARGET, Cast, agree, enter, launcher_store, place_from_environment
 from dflash_mp.checkpoint import Start
 from dflash_mp.command import run_command
 from dflash_mp.config import TrainConfig, cache_dir
 from dflash_mp.data.corpus import check_data, load_prepared, prepare
+from dflash_mp.data.summary import summary_lines
 from dflash_mp.drafter.hf_config import config_json
 from dflash_mp.drafter.mask_token import pick_mask_token
 from dflash_mp.drafter.step import describe_objective
@@ -22,7 +22,9 @@ from dflash_mp.resume import refuse_other_data
 from dflash_mp.roles.drafter import run_drafter
 from dflash_mp.roles.target import run_target
 from dflash_mp.run_folder import claim_folder
-from dflash_mp.target.model import load_config, load_tokenizer
+from dflash_mp.sentinel import UNLIMITED, guard
+from dflash_mp.target.model import check_target, load_config, load_tokenizer
+from dflash_mp.tracking import check_trackers
 
 log = logging.getLogger(__name__)
 
@@ -37,17 +39,27 @@ def train(config: TrainConfig, hydra_folder: Path) -> None:
     folder = Path(config.output_dir) if config.output_dir else hydra_folder
     mine = place_from_environment(config.topology)
     check_data(config.data)
+    check_trackers(config.trackers)
+    check_target(config.target)
     config = adopt_shape(config)
-    with enter(mine, str(folder.resolve()), config.threads) as cast:
+    launcher = launcher_store(str(folder.resolve()))
+    with (
+        guard(mine, launcher.this_attempt(), config.failure) as sentinel,
+        enter(mine, launcher, config.threads) as cast,
+    ):
+        if mine.rank == 0:
+            sentinel.phase("prepare", UNLIMITED)
+        else:
+            sentinel.wait("rank 0, which prepares")
         job = make_job(cast, config, folder, begin(cast, config, folder))
         # Every rank's log has it; on the console it is rank 0's.
         block_size = job.drafter_config.block_size
         log.info("objective: %s", describe_objective(config.loss, block_size))
         if mine.role == TARGET:
-            run_target(cast, job)
+            run_target(cast, job, sentinel)
         else:
-            run_drafter(cast, job)
-        leave(cast)
+            run_drafter(cast, job, sentinel)
+        sentinel.bye()
 
 
 def begin(cast: Cast, config: TrainConfig, folder: Path) -> Start:
@@ -79,6 +91,8 @@ def make_job(cast: Cast, config: TrainConfig, folder: Path, start: Start) -> Job
             mask_token_id = pick_mask_token(tokenizer, target_config, config.drafter.mask_token_id)
         prepared = prepare(config.data, tokenizer, mask_token_id, data_cache(config))
         (folder / "data.json").write_text(json.dumps(prepared.summary, indent=2) + "\n")
+        for line in summary_lines(prepared.summary):
+            log.info("%s", line)
         return json.dumps([mask_token_id, str(prepared.folder)])
 
     mask_token_id, data_folder = json.loads(agree(cast, "data", prepare_data))
@@ -101,13 +115,6 @@ def data_cache(config: TrainConfig) -> Path:
     """Where prepared data is kept between runs."""
     chosen = config.data.cache_dir
     return Path(chosen).expanduser() if chosen else cache_dir() / "data"
-
-
-def leave(cast: Cast) -> None:
-    """Wait until every rank of the job has come to its end; all ranks take part."""
-    cast.store.set(f"bye/{cast.place.rank}", b"")
-    ranks = range(cast.place.world_size)
-    cast.store.wait([f"bye/{rank}" for rank in ranks], timedelta(days=1))
 
 
 if __name__ == "__main__":

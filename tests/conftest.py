@@ -14,6 +14,8 @@ from tiny import make_conversations, make_tiny_target
 torch.set_num_threads(1)
 # Children (torchrun, spawn) read it when torch is loaded.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Jobs of several ranks are tested on the CPU, whatever the machine has.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.fixture(scope="session")

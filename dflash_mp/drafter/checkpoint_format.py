@@ -40,12 +40,14 @@ def save_drafter(
     """Write ``config.json`` and ``model.safetensors``; each file appears whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     written = config_json(model.config, dtype=str(dtype).removeprefix("torch."))
-    partial = folder / f".{SINGLE}.partial"
-    save_file(drafter_state(model, dtype), partial, metadata={"format": "pt"})
-    partial.replace(folder / SINGLE)
-    partial = folder / f".{CONFIG}.partial"
-    partial.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
-    partial.replace(folder / CONFIG)
+    config = folder / f".{CONFIG}.partial"
+    config.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+    weights = folder / f".{SINGLE}.partial"
+    save_file(drafter_state(model, dtype), weights, metadata={"format": "pt"})
+    # safetensors writes for the owner alone; whoever may read the config may read the weights.
+    weights.chmod(config.stat().st_mode)
+    weights.replace(folder / SINGLE)
+    config.replace(folder / CONFIG)
 
 
 def read_drafter_config(source: str, revision: str | None = None) -> dict[str, Any]:

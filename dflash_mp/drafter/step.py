@@ -66,8 +66,8 @@ def batch_loss(
     anchors, valid = sample_anchors(batch, drafter.anchors_per_batch, seed)
     blocks = make_blocks(batch, anchors, valid, drafter.block_size, mask_token_id)
     supervised = blocks.supervised  # [A, B]
-    # On a GPU a gather of variable size would wait for the device: there all slots but the anchor
-    # go to the head, with weight zero where nothing is supervised.
+    # On a GPU shapes stay fixed: all slots but the anchor go to the head, with weight zero where
+    # nothing is supervised.
     rows = supervised if supervised.device.type == "cpu" else every_slot(supervised)
     hidden = model(
         head.embed(blocks.input_ids), batch.hidden_states, batch.position_ids, blocks, rows

@@ -26,8 +26,7 @@ class Decoding:
 
     def __init__(self, cast: Cast, job: Job, tracker: Tracker) -> None:
         self.active = cast.place.is_main
-        prompts = min(job.config.evaluate.decode_prompts, len(job.prepared.heldout.lengths))
-        self.prompts = prompts
+        self.prompts = len(job.decoded_documents)
         self.max_new_tokens = job.config.evaluate.max_new_tokens
         self.folder = job.folder / "decode"
         self.tracker = tracker

@@ -22,15 +22,14 @@ from dflash_mp.export_folder import write_export
 from dflash_mp.features import FeatureBatch
 from dflash_mp.job import Job
 from dflash_mp.metrics import BlockCounts, empty_counts, unpack_counts
-from dflash_mp.optim import build_optimizer, build_schedule
-from dflash_mp.published import set_initial_weights
 from dflash_mp.resume import CHECKPOINTS, refuse_other_target
 from dflash_mp.roles.decoding import Decoding
 from dflash_mp.roles.meter import Meter
 from dflash_mp.roles.results import export_facts, write_results
-from dflash_mp.roles.setup import attention_backend, frozen_head, head_dtype, make_accelerator
-from dflash_mp.roles.step import due, kept, take, train_step, warm_up
+from dflash_mp.roles.setup import frozen_head, make_accelerator, make_learner, untrained
+from dflash_mp.roles.step import StopVote, due, kept, take, train_step, warm_up, watched
 from dflash_mp.roles.target import TARGET_FINGERPRINT
+from dflash_mp.sentinel import Sentinel
 from dflash_mp.simulate import simulate
 from dflash_mp.target.model import target_dtype
 from dflash_mp.tracking import Tracker, run_facts
@@ -41,66 +40,84 @@ log = logging.getLogger(__name__)
 TARGET_LOADS = timedelta(days=1)
 
 
-def run_drafter(cast: Cast, job: Job) -> None:
+def run_drafter(cast: Cast, job: Job, sentinel: Sentinel) -> None:
     """Play the drafter's part from the initial or restored weights to the export."""
     config, start, steps = job.config, job.start, job.plan.steps
     timeout = timedelta(seconds=config.wire.timeout_s)
+    limits = config.failure
+    sentinel.phase("load the drafter", limits.setup_s)
     accelerator = make_accelerator(cast, config, job.folder)
-    model = DFlashDraftModel(job.drafter_config, attention_backend(config, cast.device))
-    if not set_initial_weights(model, config):
-        model.init_weights(config.seed)
-    model.to(cast.device)
-    head = frozen_head(config, head_dtype(accelerator), cast.device)
-    optimizer = build_optimizer(model, config.optim)
+    model = untrained(job, cast.device)
+    sentinel.wait("the target to be loaded")
     writer = make_writer(cast, job)
+    sentinel.phase("restore", limits.setup_s)
     tracker = Tracker(accelerator, job.folder, steps, start.step, flat(config))
     decoding = Decoding(cast, job, tracker)
     # With the untrained weights: a continued run may have to ask for these, too.
     decoding.ask_before(model)
-    if start.checkpoint is not None:
-        checkpoint.load(start.checkpoint, model, optimizer)
-    schedule = build_schedule(optimizer, steps, config.schedule, start.step)
-    # Participants of every collective below: all drafters.
-    wrapped, optimizer = accelerator.prepare(model, optimizer)
-    warm_up(accelerator, wrapped, optimizer, head, job)
+    # Participants of every collective below: all drafters. This one compiles, too.
+    sentinel.wait("the other drafters to begin", limits.setup_s)
+    learner = make_learner(accelerator, model, job)
+    warm_up(learner, job)
 
+    sentinel.wait("the edges")
     edges = open_edges(cast, timeout)
     receiver = Receiver(cast, job.plan, job.layout, config.wire.slots, edges, timeout)
-    frames = iter(receiver)
+    frames = watched(iter(receiver), job.plan, cast.place.role_rank, sentinel)
     heldout = [kept(batch) for _, batch in take(frames, job.plan.heldout_frames)]
 
     meter = Meter(cast, job, receiver)
     if start.checkpoint is not None:
         meter.restore(checkpoint.read_state(start.checkpoint)["meter"])
+    vote = StopVote(sentinel)
+    if cast.place.is_main:
+        sentinel.training(True)
     for step in range(start.step + 1, steps + 1):
-        counts = train_step(accelerator, wrapped, optimizer, schedule, head, frames, job)
-        meter.add(counts)
+        sentinel.phase("step")
+        meter.add(train_step(learner, frames, job, sentinel))
 
         # Once in a while, all drafters: walk over the held-out text.
         values: dict[str, float] = {}
         last = step == steps
+        stopping = vote.decided() and not last
+        sentinel.phase("evaluate, log, save", limits.save_s)
         if due(step, config.evaluate.interval, last) and job.heldout_packs:
             with accelerator.autocast():
-                counted = evaluate_heldout(accelerator, model, head, heldout, job)
+                counted = evaluate_heldout(accelerator, model, learner.head, heldout, job, sentinel)
             values |= heldout_values(counted)
             meter.acceptance = values["eval/acceptance_length"]
         # Once in a while, the main drafter: log, save, ask the targets to decode.
         if due(step, config.log_interval, last):
-            values |= meter.values(accelerator, schedule)
+            values |= meter.values(accelerator, learner.schedule)
         if values:
             tracker.log(step, values)
         tracker.show(step, meter.shown())
-        if writer is not None and due(step, config.checkpoint.interval, last):
-            writer.save(step, model, optimizer, facts_of_step(job, step, values, meter))
+        if writer is not None and (stopping or due(step, config.checkpoint.interval, last)):
+            writer.save(step, model, learner.optimizer, facts_of_step(job, step, values, meter))
         if not last and due(step, config.evaluate.decode_interval, last):
             decoding.ask(model, step)
         decoding.collect(wait=False)
+        if stopping:
+            leave_early(sentinel, writer, tracker, step)
 
     if writer is not None:
+        sentinel.training(False)
         writer.close()
-    finish(accelerator, job, model, heldout, decoding, tracker)
+    finish(accelerator, job, model, heldout, decoding, tracker, sentinel)
     for edge in edges.values():
         edge.close()
+
+
+def leave_early(
+    sentinel: Sentinel, writer: CheckpointWriter | None, tracker: Tracker, step: int
+) -> None:
+    """End the job behind ``step``, as it was asked to; all drafters, the main one has saved."""
+    tracker.close()
+    if writer is not None:
+        writer.close()
+        sentinel.stopped(f"step {step} is saved; start again with resume=auto")
+    sentinel.wait("the main drafter to save")
+    sentinel.rest()
 
 
 def make_writer(cast: Cast, job: Job) -> CheckpointWriter | None:
@@ -138,9 +155,11 @@ def finish(
     heldout: list[FeatureBatch],
     decoding: Decoding,
     tracker: Tracker,
+    sentinel: Sentinel,
 ) -> None:
     """Export, measure the exported drafter in both ways, and tell where everything is."""
     steps, config = job.plan.steps, job.config
+    sentinel.phase("export", config.failure.save_s)
     export = job.folder / "export"
     device = accelerator.device
     # As the targets decode: the exported weights, in the target's type.
@@ -150,11 +169,15 @@ def finish(
         write_export(export, model, export_facts(job), head)
         decoding.ask_export(export, steps)
     # All drafters: the export is on disk.
+    sentinel.wait("the main drafter to export", config.failure.save_s)
     accelerator.wait_for_everyone()
+    sentinel.phase("evaluate the export", config.failure.save_s)
     exported = load_drafter(export, dtype, device, model.attention)
-    counts = evaluate_heldout(accelerator, exported, head, heldout, job)
+    counts = evaluate_heldout(accelerator, exported, head, heldout, job, sentinel)
+    sentinel.wait("the targets to decode")
     decoding.collect(wait=True)
     decoding.end()
+    sentinel.phase("write the results", config.failure.save_s)
     if accelerator.is_main_process:
         results = {
             "simulated": heldout_values(counts) if job.heldout_packs else {},
@@ -174,6 +197,7 @@ def evaluate_heldout(
     head: FrozenHead,
     heldout: list[FeatureBatch],
     job: Job,
+    sentinel: Sentinel,
 ) -> BlockCounts:
     """Walk over the held-out text; all drafters, each over its share of the micro-batches."""
     config = job.config
@@ -182,6 +206,7 @@ def evaluate_heldout(
         if bool((batch.document_ids >= 0).any()):
             anchors, rows = config.drafter.anchors_per_batch, config.loss.rows_per_chunk
             counts += simulate(batch, model, head, anchors, rows)[0]
+    sentinel.wait("the other drafters' counts")
     total = accelerator.reduce(counts.pack().to(accelerator.device), "sum")
     return unpack_counts(total, job.config.drafter.block_size)
 

@@ -1,6 +1,7 @@
 """Rates and shares of a running training: what the progress line and the trackers show."""
 
 import json
+import math
 import time
 from typing import Any
 
@@ -14,6 +15,10 @@ from dflash_mp.job import Job
 from dflash_mp.wire.stream import Receiver
 
 
+class DivergedError(Exception):
+    """The weights are no numbers any more."""
+
+
 class Meter:
     """Adds up the counts of steps between two log lines, without waiting for the device."""
 
@@ -23,7 +28,7 @@ class Meter:
         self.main = cast.place.is_main
         self.per_step = job.config.micro_batches_per_step
         self.receiver = receiver
-        self.counts = torch.zeros(6, dtype=torch.float64, device=cast.device)
+        self.counts = torch.zeros(7, dtype=torch.float64, device=cast.device)
         self.steps = 0
         self.since = time.perf_counter()
         self.waited = self._waited()
@@ -31,13 +36,27 @@ class Meter:
         self.acceptance: float | None = None
 
     def add(self, counts: Tensor) -> None:
-        """Add a step's ``[6]`` counts (see ``train_step``)."""
+        """Add a step's ``[7]`` counts (see ``train_step``)."""
         self.counts += counts
         self.steps += 1
 
     def state(self) -> dict[str, Any]:
         """What is added up since the last ``values``, for a checkpoint; waits for the device."""
-        return {"counts": self.counts.tolist(), "steps": self.steps}
+        return {"counts": self.finite_counts(), "steps": self.steps}
+
+    def finite_counts(self) -> list[float]:
+        """The sums since the last ``values``; waits for the device.
+
+        Raises:
+            DivergedError: a gradient was not finite, and with it the weights are not.
+        """
+        counts: list[float] = self.counts.tolist()
+        if not all(math.isfinite(value) for value in counts):
+            raise DivergedError(
+                f"the gradient norm is {counts[-1]} in the last {self.steps} steps: continue from "
+                "an earlier checkpoint with a lower optim.lr"
+            )
+        return counts
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from ``state()``, so that the next means are those of an unbroken run."""
@@ -46,7 +65,7 @@ class Meter:
 
     def values(self, accelerator: Accelerator, schedule: LambdaLR) -> dict[str, float]:
         """Means since the last call; waits for the device."""
-        loss, weight, correct, supervised, tokens, norm = self.counts.tolist()
+        loss, weight, correct, supervised, tokens, skipped, norm = self.finite_counts()
         now, waited = time.perf_counter(), self._waited()
         seconds = now - self.since
         # Start-up is over when the first step is: what is before it counts nowhere.
@@ -54,6 +73,7 @@ class Meter:
             "train/loss": loss / max(weight, 1e-12),
             "train/accuracy": correct / max(supervised, 1.0),
             "train/grad_norm": norm / self.steps,
+            "train/skipped": skipped,
             "train/lr": schedule.get_last_lr()[0],
             "perf/tokens_per_s": tokens / seconds,
             "perf/supervised_per_s": supervised / seconds,

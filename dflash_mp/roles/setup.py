@@ -4,16 +4,26 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 
+from dflash_mp import checkpoint
 from dflash_mp.cast import Cast
-from dflash_mp.config import TrainConfig
+from dflash_mp.config import TrainConfig, require
 from dflash_mp.drafter.frozen_head import FrozenHead, load_frozen_head
+from dflash_mp.drafter.model import DFlashDraftModel
+from dflash_mp.job import Job
+from dflash_mp.optim import build_optimizer, build_schedule
+from dflash_mp.published import set_initial_weights
+from dflash_mp.roles.step import Learner, Skips
 from dflash_mp.target.model import resolve
 
 
 def make_accelerator(cast: Cast, config: TrainConfig, folder: Path) -> Accelerator:
     """Accelerate over the drafters' world."""
     on_cpu = cast.device.type == "cpu"
+    # In a sweep an earlier job of this process has left its world and its precision behind.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
     return Accelerator(
         cpu=on_cpu,
         mixed_precision="bf16" if use_bfloat16(config, cast.device) else "no",
@@ -47,6 +57,32 @@ def head_dtype(accelerator: Accelerator) -> torch.dtype:
 
 def attention_backend(config: TrainConfig, device: torch.device) -> str:
     """``drafter.attention``; auto is flex on CUDA and sdpa elsewhere."""
-    if config.drafter.attention != "auto":
-        return config.drafter.attention
+    chosen = config.drafter.attention
+    require(
+        chosen != "flex" or device.type == "cuda",
+        "drafter.attention=flex: FlexAttention has no backward on a CPU; use sdpa or auto",
+    )
+    if chosen != "auto":
+        return chosen
     return "flex" if device.type == "cuda" else "sdpa"
+
+
+def untrained(job: Job, device: torch.device) -> DFlashDraftModel:
+    """The drafter that a run begins with."""
+    model = DFlashDraftModel(job.drafter_config, attention_backend(job.config, device))
+    if not set_initial_weights(model, job.config):
+        model.init_weights(job.config.seed)
+    return model.to(device)
+
+
+def make_learner(accelerator: Accelerator, model: DFlashDraftModel, job: Job) -> Learner:
+    """``model`` with its optimizer, as they were at the start of this run; all drafters."""
+    config, start = job.config, job.start
+    optimizer = build_optimizer(model, config.optim)
+    if start.checkpoint is not None:
+        checkpoint.load(start.checkpoint, model, optimizer)
+    schedule = build_schedule(optimizer, job.plan.steps, config.schedule, start.step)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    head = frozen_head(config, head_dtype(accelerator), accelerator.device)
+    skips = Skips(config.failure.max_skips)
+    return Learner(accelerator, model, wrapped, optimizer, schedule, head, skips)

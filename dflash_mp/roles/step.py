@@ -1,19 +1,26 @@
 """One optimizer step of a drafter: the sums over its micro-batches, one division, one update."""
 
+import logging
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from dflash_mp.drafter.frozen_head import FrozenHead
-from dflash_mp.drafter.step import batch_loss
+from dflash_mp.drafter.model import DFlashDraftModel
+from dflash_mp.drafter.step import BatchLoss, batch_loss
 from dflash_mp.features import FeatureBatch
 from dflash_mp.job import Job
-from dflash_mp.wire.plan import Frame
+from dflash_mp.sentinel import Sentinel
+from dflash_mp.wire.plan import Frame, Kind, Plan
+
+log = logging.getLogger(__name__)
 
 
 def take(
@@ -22,6 +29,17 @@ def take(
     """The next ``count`` frames, without asking for the one after."""
     for _ in range(count):
         yield next(frames)
+
+
+def watched(
+    frames: Iterator[tuple[Frame, FeatureBatch]], plan: Plan, drafter: int, sentinel: Sentinel
+) -> Iterator[tuple[Frame, FeatureBatch]]:
+    """``frames`` of this drafter, with the waiting for each of them told to the sentinel."""
+    for expected in plan.received(drafter):
+        sentinel.wait(f"frame {expected.k}", frame=f"{drafter}/{expected.k}")
+        item = next(frames)
+        sentinel.phase("compute")
+        yield item
 
 
 def kept(batch: FeatureBatch) -> FeatureBatch:
@@ -37,70 +55,158 @@ def due(step: int, interval: int, last: bool) -> bool:
     return last or (interval > 0 and step % interval == 0)
 
 
-def warm_up(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    head: FrozenHead,
-    job: Job,
-) -> None:
+@dataclass(frozen=True)
+class Learner:
+    """A drafter in training; ``wrapped`` is ``model`` inside DDP."""
+
+    accelerator: Accelerator
+    model: DFlashDraftModel
+    wrapped: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: LambdaLR
+    head: FrozenHead
+    skips: "Skips"
+
+
+class SkippedTooMany(Exception):
+    """So many micro-batches in a row were unusable that there is something wrong with all."""
+
+
+class Skips:
+    """Counts the micro-batches in a row that this drafter has left out."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.run = limit, 0
+
+    def note(self, number: int, reason: str) -> bool:
+        """Whether micro-batch ``number`` is left out: ``reason`` says why, or is empty.
+
+        Raises:
+            SkippedTooMany: ``limit`` of them in a row.
+        """
+        self.run = self.run + 1 if reason else 0
+        if not reason:
+            return False
+        log.warning("micro-batch %d is skipped: %s", number, reason)
+        if self.run >= self.limit:
+            raise SkippedTooMany(
+                f"{self.run} micro-batches in a row were skipped (failure.max_skips), the last "
+                f"one, {number}, because {reason}"
+            )
+        return True
+
+
+def empty_batch(job: Job, device: torch.device) -> FeatureBatch:
+    """A micro-batch without documents: a loss of zero with a complete graph."""
+    padding = job.layout.view(job.layout.allocate(device), -1)
+    padding.document_ids.fill_(-1)
+    return padding
+
+
+def loss_of(learner: Learner, batch: FeatureBatch, job: Job) -> BatchLoss:
+    """``batch_loss`` in this run's settings."""
+    config = job.config
+    with learner.accelerator.autocast():
+        return batch_loss(
+            learner.wrapped,
+            learner.head,
+            batch,
+            job.mask_token_id,
+            config.drafter,
+            config.loss,
+            config.seed,
+        )
+
+
+def warm_up(learner: Learner, job: Job) -> None:
     """A forward and a backward over nothing; all drafters.
 
     DDP puts gradients in buckets anew after its first backward, and the order in which three or
     more ranks add up depends on that: without this, the first step of a run would be added up in
     another order than the same step of a run that was continued.
     """
-    padding = job.layout.view(job.layout.allocate(accelerator.device), -1)
-    padding.document_ids.fill_(-1)
-    config = job.config
-    with accelerator.autocast():
-        out = batch_loss(
-            model, head, padding, job.mask_token_id, config.drafter, config.loss, config.seed
-        )
-    accelerator.backward(out.loss)
-    optimizer.zero_grad()
+    accelerator = learner.accelerator
+    accelerator.backward(loss_of(learner, empty_batch(job, accelerator.device), job).loss)
+    learner.optimizer.zero_grad()
+
+
+class StopVote:
+    """Lets all drafters stop behind the same step, though they hear of it at different times.
+
+    The question of one step is answered at the next, so nobody waits for it. All drafters call
+    ``decided`` once a step; the exchange is on the CPU, also where gradients are not.
+    """
+
+    def __init__(self, sentinel: Sentinel) -> None:
+        self.sentinel = sentinel
+        self._open: tuple[dist.Work, Tensor] | None = None
+
+    def decided(self) -> bool:
+        """Whether the job ends behind this step."""
+        stop = False
+        if self._open is not None:
+            work, asked = self._open
+            work.wait()
+            stop = bool(asked.item())
+        asked = torch.tensor([float(self.sentinel.stop_reason is not None)])
+        work = dist.all_reduce(asked, dist.ReduceOp.MAX, async_op=True)
+        assert work is not None
+        self._open = (work, asked)
+        return stop
 
 
 def train_step(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    schedule: LambdaLR,
-    head: FrozenHead,
+    learner: Learner,
     frames: Iterator[tuple[Frame, FeatureBatch]],
     job: Job,
+    sentinel: Sentinel,
 ) -> Tensor:
     """One optimizer step over this drafter's share; returns the step's counts over all drafters.
 
     Losses are summed over micro-batches and ranks, and gradients divided once by the weight of
-    the whole step, so the result does not depend on how the step was split.
+    the whole step, so the result does not depend on how the step was split. A micro-batch without
+    a finite loss counts as if it were not there, on whichever drafter it is.
 
     Returns:
-        ``[6]`` float64: loss, weight, correct slots, supervised slots, tokens, gradient norm.
+        ``[7]`` float64: loss, weight, correct slots, supervised slots, tokens, skipped
+        micro-batches, gradient norm.
     """
-    config = job.config
-    counts = torch.zeros(5, dtype=torch.float64, device=accelerator.device)
+    accelerator, wrapped = learner.accelerator, learner.wrapped
+    counts = torch.zeros(6, dtype=torch.float64, device=accelerator.device)
     shares = job.plan.step_frames
-    for turn, (_, batch) in enumerate(take(frames, shares)):
+    for turn, (frame, batch) in enumerate(take(frames, shares)):
         last = turn == shares - 1
         # All drafters: the backward of a step's last frame is the one that averages gradients.
-        with nullcontext() if last else accelerator.no_sync(model), accelerator.autocast():
-            out = batch_loss(
-                model, head, batch, job.mask_token_id, config.drafter, config.loss, config.seed
-            )
-        with nullcontext() if last else accelerator.no_sync(model):
+        with nullcontext() if last else accelerator.no_sync(wrapped):
+            out = loss_of(learner, batch, job)
+            if frame.kind is not Kind.PAD and learner.skips.note(
+                frame.number, unusable(frame, out)
+            ):
+                # Not a product with zero: that leaves NaN what is NaN.
+                out = loss_of(learner, empty_batch(job, accelerator.device), job)
+                counts[5] += 1
+            if last:
+                sentinel.wait("the other drafters' gradients")
             accelerator.backward(out.loss)
-        counts += out.counts
+        counts[:5] += out.counts
     # All drafters.
     counts = accelerator.reduce(counts, "sum")
     weight = counts[1]
     # DDP averages over the drafters: their number undoes that.
     scale = torch.where(weight > 0, accelerator.num_processes / weight, 0.0).float()
-    for parameter in model.parameters():
+    for parameter in wrapped.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(scale)
-    norm = accelerator.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
-    optimizer.step()
-    schedule.step()
-    optimizer.zero_grad()
+    norm = accelerator.clip_grad_norm_(wrapped.parameters(), job.config.optim.max_grad_norm)
+    learner.optimizer.step()
+    learner.schedule.step()
+    learner.optimizer.zero_grad()
     return torch.cat([counts, norm.double().reshape(1)])
+
+
+def unusable(frame: Frame, out: BatchLoss) -> str:
+    """Why a micro-batch must be left out; empty when it need not. Waits for the device."""
+    if frame.kind is Kind.SKIP:
+        return "its target could not make its features"
+    value = float(out.loss.detach())
+    return "" if math.isfinite(value) else f"its loss is {value}"

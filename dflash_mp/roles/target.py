@@ -23,6 +23,7 @@ from dflash_mp.drafter.checkpoint_format import load_drafter
 from dflash_mp.features import FeatureBatch
 from dflash_mp.job import Job
 from dflash_mp.roles.requests import Answering
+from dflash_mp.sentinel import Sentinel
 from dflash_mp.speculate import DecodeSettings
 from dflash_mp.target.frame_cache import MEMORY, FrameCache, fingerprint
 from dflash_mp.target.model import FeatureExtractor, load_target
@@ -37,10 +38,11 @@ SAMPLED = 64
 """Values of each parameter in a fingerprint."""
 
 
-def run_target(cast: Cast, job: Job) -> None:
+def run_target(cast: Cast, job: Job, sentinel: Sentinel) -> None:
     """Play the target's part from loading the model to the last request for decoding."""
-    config = job.config
+    config, limits = job.config, job.config.failure
     timeout = timedelta(seconds=config.wire.timeout_s)
+    sentinel.phase("load the target", limits.setup_s)
     model = load_target(config.target, cast.device)
     if cast.place.role_rank == 0:
         cast.store.set(TARGET_FINGERPRINT, weights_fingerprint(model))
@@ -52,25 +54,33 @@ def run_target(cast: Cast, job: Job) -> None:
         "packed in one row" if extractor.packs else "in padded rows of their own",
     )
     cache = open_frame_cache(cast, job, weights_fingerprint(model))
+    sentinel.wait("the edges")
     edges = open_edges(cast, timeout)
     sender = Sender(cast, job.plan, job.layout, config.wire.slots, edges, timeout)
-    answering = Answering(cast.client(), cast.place.role_rank, decode_share(cast, job, model))
+    decode = decode_share(cast, job, model, sentinel)
+    answering = Answering(cast.client(), cast.place.role_rank, decode)
     clock = cast.client()
     decodes = cast.place.node == 0
 
-    start = time.perf_counter()
+    # The first forward may compile.
+    start, limit = time.perf_counter(), limits.setup_s
     for frame in sender.claims():
         if decodes:
             answering.pending()
+        sentinel.wait(f"a free slot for frame {frame.k} of drafter{frame.drafter}")
         slot = sender.slot()
+        sentinel.phase("forward", limit)
         begun = time.perf_counter()
-        fill(slot, frame, job, extractor, cache)
+        problem = fill(slot, frame, job, extractor, cache)
         sender.clock.add("forward", time.perf_counter() - begun)
-        sender.submit(slot, frame)
+        limit = limits.step_s
+        sender.submit(slot, frame, finite(job.layout.view(slot, frame.number)), problem)
         seconds = {**sender.clock.seconds, "elapsed": time.perf_counter() - start}
         clock.set(f"clock/{cast.place.role_rank}", json.dumps(seconds))
+    sentinel.wait("the last frames to be taken")
     sender.finish()
     if decodes:
+        sentinel.wait("requests to decode")
         answering.until_end(LAST_REQUEST)
     for edge in edges.values():
         edge.close()
@@ -89,18 +99,57 @@ def weights_fingerprint(model: nn.Module) -> str:
 
 def fill(
     slot: Tensor, frame: Frame, job: Job, extractor: FeatureExtractor, cache: FrameCache | None
-) -> None:
-    """Write ``frame`` into ``slot``: from the kept frames, or by running the target."""
+) -> str:
+    """Write ``frame`` into ``slot``: from the kept frames, or by running the target.
+
+    Returns what prevented it, empty if nothing did.
+    """
     pack = None
     if cache is not None and frame.kind is Kind.TRAIN:
         pack = job.order.place(frame.number)[1]
         if cache.load(pack, slot):
-            return
+            return ""
     features = job.layout.view(slot, frame.number)
     copy_tokens(job.batch(frame), features)
-    extractor.fill(features)
+    if not fill_in_parts(extractor, features):
+        return "the target ran out of memory on a single document of it"
     if cache is not None and pack is not None:
         cache.store(pack, slot)
+    return ""
+
+
+def finite(features: FeatureBatch) -> Tensor:
+    """Whether all hidden states are finite, as a scalar bool on their device."""
+    total = features.hidden_states.sum(dtype=torch.float32)
+    if features.final_hidden is not None:
+        total = total + features.final_hidden.sum(dtype=torch.float32)
+    return torch.isfinite(total)
+
+
+def fill_in_parts(extractor: FeatureExtractor, features: FeatureBatch) -> bool:
+    """Fill ``features``, half the documents at a time where all do not fit into memory.
+
+    Returns False when a single document does not.
+    """
+    try:
+        extractor.fill(features)
+        return True
+    except torch.OutOfMemoryError:
+        documents = int(features.document_ids.max()) - int(features.document_ids[0]) + 1
+        log.warning("out of memory on %d documents at once", documents)
+    if documents == 1:
+        return False
+    torch.cuda.empty_cache()
+    middle = int(features.document_ids[0]) + documents // 2
+    cut = int((features.document_ids >= middle).nonzero()[0])
+    first, second = rows(features, 0, cut), rows(features, cut, len(features.document_ids))
+    return fill_in_parts(extractor, first) and fill_in_parts(extractor, second)
+
+
+def rows(features: FeatureBatch, start: int, end: int) -> FeatureBatch:
+    """Views of some token slots of a micro-batch."""
+    views = {k: v[start:end] for k, v in vars(features).items() if isinstance(v, Tensor)}
+    return FeatureBatch(number=features.number, **views)
 
 
 def open_frame_cache(cast: Cast, job: Job, weights: str) -> FrameCache | None:
@@ -116,6 +165,9 @@ def open_frame_cache(cast: Cast, job: Job, weights: str) -> FrameCache | None:
     capacity = min(job.order.end(0), int(config.features.cache_gb * 1e9) // nbytes)
     facts = {
         "weights": weights,
+        "target": job.target_config.to_json_string(),
+        "attention": config.target.attention,
+        "torch": torch.__version__,
         "layers": job.layer_ids,
         "data": job.prepared.folder.name,
         "layout": str(job.layout),
@@ -143,21 +195,24 @@ def copy_tokens(batch: PackedBatch, features: FeatureBatch) -> None:
 
 
 def decode_share(
-    cast: Cast, job: Job, model: PreTrainedModel
+    cast: Cast, job: Job, model: PreTrainedModel, sentinel: Sentinel
 ) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
     """The function that decodes this target's share of the held-out prompts for a request."""
     targets = cast.place.targets_per_node
 
     def answer(request: dict[str, Any]) -> list[dict[str, Any]]:
+        sentinel.phase("decode", job.config.failure.save_s)
         drafter = load_drafter(Path(request["folder"]), model.dtype, cast.device)
         settings = DecodeSettings(
             max_new_tokens=request["max_new_tokens"], stop_ids=stop_ids(model)
         )
         prompts = [
             (number, first_prompt(*job.prepared.heldout.document(number)))
-            for number in range(cast.place.role_rank, request["prompts"], targets)
+            for number in job.decoded_documents[cast.place.role_rank : request["prompts"] : targets]
         ]
-        return evaluate_prompts(model, drafter, prompts, settings, plain=False)
+        results = evaluate_prompts(model, drafter, prompts, settings, plain=False)
+        sentinel.wait("requests to decode")
+        return results
 
     return answer
 

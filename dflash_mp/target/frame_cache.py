@@ -9,6 +9,7 @@ crash. On disk (``disk``) it stays for later runs with the same fingerprint.
 
 import hashlib
 import json
+import logging
 import os
 import tempfile
 import zlib
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from dflash_mp.config import UserError
+
+log = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 """Where a file is memory, on Linux."""
@@ -41,6 +44,7 @@ class FrameCache:
 
     def __init__(self, path: Path, capacity: int, nbytes: int) -> None:
         self.capacity, self.nbytes = capacity, nbytes
+        self._first = capacity * ENTRY
         self.hits = self.misses = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,19 +72,28 @@ class FrameCache:
         return False
 
     def store(self, number: int, slot: Tensor) -> None:
-        """Keep ``slot`` as frame ``number``; the index is written last."""
+        """Keep ``slot`` as frame ``number``; the index is written last. Stops when space ends."""
         if number >= self.capacity:
             return
         buffer = slot.cpu()
-        os.pwrite(self._file, buffer.numpy().data, self._place(number))
-        os.pwrite(self._file, MARK + checksum(buffer), number * ENTRY)
+        try:
+            os.pwrite(self._file, buffer.numpy().data, self._place(number))
+            os.pwrite(self._file, MARK + checksum(buffer), number * ENTRY)
+        except OSError as error:
+            # A frame that is not kept is only captured again.
+            log.warning(
+                "features.cache: %s after %d frames; the rest is captured anew in every epoch",
+                error.strerror,
+                number,
+            )
+            self.capacity = 0
 
     def close(self) -> None:
         """Let go of the file."""
         os.close(self._file)
 
     def _place(self, number: int) -> int:
-        return self.capacity * ENTRY + number * self.nbytes
+        return self._first + number * self.nbytes
 
 
 def checksum(buffer: Tensor) -> bytes:

@@ -6,6 +6,7 @@ announced through the store: an operation on it is short, and a short timeout me
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -69,6 +70,11 @@ class Edge:
     def land(self, payload: Tensor) -> None:
         """Receive into ``payload`` (uint8) and return when it is complete."""
         self._run(self.group.recv, payload)
+
+    def checksum(self, payload: Tensor) -> int:
+        """Sum of the 64-bit words of ``payload`` (uint8), modulo 2**64."""
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            return int(payload.view(torch.int64).sum())
 
     def _run(self, operation: Callable[..., dist.Work], payload: Tensor) -> None:
         if self.stream is None:

@@ -4,7 +4,7 @@ Legend: S token slots, n tapped layers, H hidden size of the target.
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from torch import Tensor
 from dflash_mp.features import FeatureBatch
 
 MAGIC = 0x444D5031
-VERSION = 1
-HEADER = struct.Struct("<8q")
+VERSION = 2
+HEADER = struct.Struct("<9q")
 ALIGNMENT = 256
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -27,7 +27,8 @@ class Header:
     """What a target announces before it sends.
 
     ``source`` is the target's role rank, ``drafter`` and ``k`` the place in the drafter's order,
-    ``number`` the micro-batch, ``nbytes`` the size of the payload.
+    ``number`` the micro-batch, ``nbytes`` the size of the payload, ``checksum`` its checksum
+    (``Edge.checksum``). A SKIP frame has no payload.
     """
 
     source: int
@@ -36,12 +37,11 @@ class Header:
     kind: int
     number: int
     nbytes: int
+    checksum: int
 
     def pack(self) -> bytes:
         """The header as bytes."""
-        return HEADER.pack(
-            MAGIC, VERSION, self.source, self.drafter, self.k, self.kind, self.number, self.nbytes
-        )
+        return HEADER.pack(MAGIC, VERSION, *astuple(self))
 
     @staticmethod
     def unpack(data: bytes, reader: str) -> "Header":
@@ -52,13 +52,13 @@ class Header:
         """
         if len(data) != HEADER.size:
             raise FrameError(f"{reader}: a header of {len(data)} bytes, expected {HEADER.size}")
-        magic, version, source, drafter, k, kind, number, nbytes = HEADER.unpack(data)
+        magic, version, source, *rest = HEADER.unpack(data)
         if magic != MAGIC or version != VERSION:
             raise FrameError(
                 f"{reader}: frame of target{source} has magic {magic:#x} version {version}, "
                 f"expected {MAGIC:#x} version {VERSION}: do all ranks run the same release?"
             )
-        return Header(source, drafter, k, kind, number, nbytes)
+        return Header(source, *rest)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What a frame carries."""
+    """What a frame carries; SKIP is what becomes of a frame that a target cannot make."""
 
     HELDOUT = 0
     TRAIN = 1
     PAD = 2
+    SKIP = 3
 
 
 @dataclass(frozen=True)

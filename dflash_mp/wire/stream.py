@@ -3,7 +3,7 @@
 Protocol, for frame ``k`` of drafter ``d`` (all keys live in the launcher's store):
 
 1. A target claims the next frame of its node: ``claim/<node>`` (atomic add), writes it into one
-   of its own ``SENDER_SLOTS`` slots.
+   of its own ``SENDER_SLOTS`` slots, and signs for it in the ledger: ``own/<d>/<k>``.
 2. Its sender thread waits for the credit ``free/<d>/<k - W>``: the drafter has consumed the frame
    that used slot ``k % W`` before. It announces ``ann/<d>/<k>`` and sends.
 3. The drafter's receiver thread waits for the announcement, receives into slot ``k % W`` and hands
@@ -22,10 +22,12 @@ Invariants:
 - Helper threads call no model and no compiled code.
 """
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -38,11 +40,16 @@ from dflash_mp.wire.edge import DRAFTER_END, TARGET_END, Edge
 from dflash_mp.wire.frame import FrameError, Header, Layout
 from dflash_mp.wire.plan import Frame, Kind, Plan
 
+log = logging.getLogger(__name__)
+
 SENDER_SLOTS = 2
 
 
 class StreamError(Exception):
     """The stream cannot go on: a frame or a credit did not come."""
+
+    consequence = True
+    """Something else has failed before, probably."""
 
 
 class Clock:
@@ -122,6 +129,25 @@ def await_key(store: dist.Store, key: str, timeout: timedelta, missing: str) -> 
         ) from None
 
 
+@dataclass(frozen=True)
+class Outgoing:
+    """A filled slot on its way; ``finite`` (scalar bool) and ``problem`` say if it is to go."""
+
+    slot: Tensor
+    frame: Frame
+    filled: torch.cuda.Event | None
+    finite: Tensor | None
+    problem: str
+
+    def unusable(self) -> str:
+        """Why the frame must not be trained on; waits until the slot is filled."""
+        if self.filled is not None:
+            self.filled.synchronize()
+        if self.problem or self.finite is None or bool(self.finite):
+            return self.problem
+        return "hidden states of the target that are not finite"
+
+
 class Sender:
     """The target's end: claims frames, lends slots to the forward, sends them in the background."""
 
@@ -139,8 +165,7 @@ class Sender:
         self.clock = Clock()
         self._claims = cast.client()
         self._store = cast.client()
-        self._outbox: queue.Queue[tuple[Tensor, Frame, torch.cuda.Event | None] | None]
-        self._outbox = queue.Queue()
+        self._outbox: queue.Queue[Outgoing | None] = queue.Queue()
         self._free: queue.Queue = queue.Queue()
         for _ in range(SENDER_SLOTS):
             self._free.put(layout.allocate(cast.device))
@@ -155,6 +180,7 @@ class Sender:
             if frame is None:
                 return
             if frame.kind is not Kind.PAD:
+                self._claims.set(f"own/{frame.drafter}/{frame.k}", str(self.place.rank))
                 yield frame
 
     def slot(self) -> Tensor:
@@ -165,9 +191,18 @@ class Sender:
         assert isinstance(slot, Tensor)
         return slot
 
-    def submit(self, slot: Tensor, frame: Frame) -> None:
-        """Hand a filled slot over; the caller must not touch it any more."""
-        self._outbox.put((slot, frame, recorded(slot)))
+    def submit(
+        self, slot: Tensor, frame: Frame, finite: Tensor | None = None, problem: str = ""
+    ) -> None:
+        """Hand a filled slot over; the caller must not touch it any more.
+
+        Args:
+            slot: from ``slot``.
+            frame: what it holds.
+            finite: scalar bool on the slot's device; False makes the frame SKIP.
+            problem: why the frame could not be made; makes it SKIP.
+        """
+        self._outbox.put(Outgoing(slot, frame, recorded(slot), finite, problem))
 
     def finish(self) -> None:
         """Wait until everything submitted has been sent."""
@@ -178,10 +213,9 @@ class Sender:
 
     def _send_all(self) -> None:
         while (item := self._outbox.get()) is not None:
-            slot, frame, filled = item
-            if filled is not None:
-                # Announced earlier, the drafter's receive would spin through the whole forward.
-                filled.synchronize()
+            slot, frame, edge = item.slot, item.frame, self.edges[item.frame.drafter]
+            # Announced before it is filled, the drafter's receive would spin through the forward.
+            problem = item.unusable()
             start = time.perf_counter()
             self._await_credit(frame)
             credited = time.perf_counter()
@@ -189,12 +223,18 @@ class Sender:
                 source=self.place.role_rank,
                 drafter=frame.drafter,
                 k=frame.k,
-                kind=frame.kind.value,
+                kind=Kind.SKIP.value if problem else frame.kind.value,
                 number=frame.number,
-                nbytes=slot.numel(),
+                nbytes=0 if problem else slot.numel(),
+                checksum=0 if problem else edge.checksum(slot),
             )
             self._store.set(f"ann/{frame.drafter}/{frame.k}", header.pack())
-            self.edges[frame.drafter].put(slot)
+            if problem:
+                log.warning("micro-batch %d is not sent: %s", frame.number, problem)
+                # Rows that the next frame leaves as they are must not hold what is not finite.
+                slot.zero_()
+            else:
+                edge.put(slot)
             self.clock.add("credit_wait", credited - start)
             self.clock.add("send", time.perf_counter() - credited)
             self._free.put(slot)
@@ -242,7 +282,8 @@ class Receiver:
     def __iter__(self) -> Iterator[tuple[Frame, FeatureBatch]]:
         """All frames of this drafter in the plan's order.
 
-        PAD comes as a batch without documents. A batch is valid until the next one is asked for.
+        PAD, and SKIP instead of what a target could not make, come as a batch without documents. A
+        batch is valid until the next one is asked for.
         """
         for frame in self.plan.received(self.place.role_rank):
             start = time.perf_counter()
@@ -251,7 +292,8 @@ class Receiver:
             if isinstance(slot, Tensor):
                 yield frame, self.layout.view(slot, frame.number)
             else:
-                yield frame, self._padding
+                assert isinstance(slot, Kind)
+                yield replace(frame, kind=slot), self._padding
             self._done.put((frame.k, recorded(self._ring[0])))
         self._done.put(None)
         self._releaser.thread.join()
@@ -260,7 +302,7 @@ class Receiver:
         me = self.place
         for frame in self.plan.received(me.role_rank):
             if frame.kind is Kind.PAD:
-                self._ready.put(None)
+                self._ready.put(Kind.PAD)
                 continue
             key = f"ann/{frame.drafter}/{frame.k}"
             await_key(
@@ -271,10 +313,16 @@ class Receiver:
             )
             header = Header.unpack(self._ready_store.get(key), me.name)
             self._ready_store.delete_key(key)
+            self._ready_store.delete_key(f"own/{frame.drafter}/{frame.k}")
             slot = self._ring[frame.k % len(self._ring)]
             check(header, frame, slot.numel(), me.name)
+            if header.kind == Kind.SKIP.value:
+                self._ready.put(Kind.SKIP)
+                continue
             start = time.perf_counter()
-            self.edges[header.source].land(slot)
+            edge = self.edges[header.source]
+            edge.land(slot)
+            check_payload(header, edge.checksum(slot), me.name)
             self.clock.add("receive", time.perf_counter() - start)
             self.bytes += header.nbytes
             self._ready.put(slot)
@@ -289,10 +337,21 @@ class Receiver:
 
 def check(header: Header, frame: Frame, nbytes: int, reader: str) -> None:
     """Raise ``FrameError`` unless ``header`` announces ``frame`` with ``nbytes`` of payload."""
+    skipped = header.kind == Kind.SKIP.value
+    kind, size = (Kind.SKIP.value, 0) if skipped else (frame.kind.value, nbytes)
     announced = (header.drafter, header.k, header.kind, header.number, header.nbytes)
-    expected = (frame.drafter, frame.k, frame.kind.value, frame.number, nbytes)
+    expected = (frame.drafter, frame.k, kind, frame.number, size)
     if announced != expected:
         raise FrameError(
             f"{reader}: target{header.source} announced (drafter, k, kind, number, nbytes) = "
             f"{announced}, expected {expected}"
+        )
+
+
+def check_payload(header: Header, found: int, reader: str) -> None:
+    """Raise ``FrameError`` unless a payload has the checksum that was announced."""
+    if found != header.checksum:
+        raise FrameError(
+            f"{reader}: frame {header.k} of target{header.source} (micro-batch {header.number}) "
+            f"arrived with checksum {found:#x}, but was sent with {header.checksum:#x}"
         )

@@ -1,6 +1,8 @@
 """What is loaded is what was stored, whole; everything else is a miss."""
 
 import os
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,22 @@ def test_a_damaged_frame_is_a_miss(tmp_path: Path) -> None:
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
     assert not cache.load(1, torch.zeros(512, dtype=torch.uint8))
+
+
+def test_when_space_ends_frames_are_captured_again(tmp_path: Path) -> None:
+    cache = FrameCache(tmp_path / "frames", 4, 512)
+    cache.store(0, frame(0))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * ENTRY + 512, before[1]))
+    try:
+        cache.store(1, frame(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert not cache.load(1, torch.zeros(512, dtype=torch.uint8))
+    cache.store(2, frame(2))
+    assert not cache.load(2, torch.zeros(512, dtype=torch.uint8)), "nothing is tried again"
 
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:

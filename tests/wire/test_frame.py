@@ -29,7 +29,7 @@ def test_sections_keep_their_values_and_do_not_overlap(tokens: int, final_width:
 
 
 def test_header_round_trip() -> None:
-    header = Header(source=2, drafter=1, k=2**40, kind=1, number=7, nbytes=4096)
+    header = Header(source=2, drafter=1, k=2**40, kind=1, number=7, nbytes=4096, checksum=-5)
     assert Header.unpack(header.pack(), "drafter1") == header
 
 
@@ -37,12 +37,12 @@ def test_header_round_trip() -> None:
     ("field", "value"), [(0, 1234), (1, 99)], ids=["wrong magic", "wrong version"]
 )
 def test_a_strange_header_is_refused_with_both_ends_named(field: int, value: int) -> None:
-    numbers = list(struct.unpack("<8q", Header(2, 1, 0, 1, 0, 64).pack()))
+    numbers = list(struct.unpack("<9q", Header(2, 1, 0, 1, 0, 64, 9).pack()))
     numbers[field] = value
     with pytest.raises(FrameError, match=r"drafter1.*target2"):
-        Header.unpack(struct.pack("<8q", *numbers), "drafter1")
+        Header.unpack(struct.pack("<9q", *numbers), "drafter1")
 
 
 def test_a_short_header_is_refused() -> None:
-    with pytest.raises(FrameError, match=r"drafter0.*63 bytes"):
-        Header.unpack(Header(0, 0, 0, 0, 0, 0).pack()[:-1], "drafter0")
+    with pytest.raises(FrameError, match=r"drafter0.*71 bytes"):
+        Header.unpack(Header(0, 0, 0, 0, 0, 0, 0).pack()[:-1], "drafter0")

@@ -75,9 +75,7 @@ def test_more_steps_after_a_short_one_train_every_micro_batch_once(
     done = first.batches_done(stopped)
     assert done == min(3 * stopped, 11)
     rest = Plan(2, 25, 3, drafters, first_step=stopped, first_batch=done)
-    numbers = [
-        f.number for d in range(drafters) for f in rest.received(d) if f.kind is Kind.TRAIN
-    ]
+    numbers = [f.number for d in range(drafters) for f in rest.received(d) if f.kind is Kind.TRAIN]
     assert sorted(numbers) == list(range(done, 25))
     assert rest.steps == stopped + -(-(25 - done) // 3)
     assert rest.batches_done(rest.steps) == 25

@@ -183,7 +183,7 @@ def test_a_frame_that_is_not_the_planned_one_is_refused_with_both_ends_named(
     def work(cast: Cast) -> object:
         if cast.place.role == "target":
             open_edges(cast, TIMEOUT)
-            wrong = Header(0, 0, 0, Kind.TRAIN.value, number=3, nbytes=LAYOUT.nbytes)
+            wrong = Header(0, 0, 0, Kind.TRAIN.value, number=3, nbytes=LAYOUT.nbytes, checksum=0)
             cast.store.set("ann/0/0", wrong.pack())
             return None
         with pytest.raises(FrameError, match=r"drafter0: target0 announced"):
@@ -191,3 +191,61 @@ def test_a_frame_that_is_not_the_planned_one_is_refused_with_both_ends_named(
         return None
 
     cluster(1, 1, work)
+
+
+def test_a_frame_that_cannot_be_made_comes_as_skip_and_is_never_seen(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = Plan(heldout=0, training=8, per_step=1, drafters=1)
+
+    def work(cast: Cast) -> object:
+        if cast.place.role == "target":
+            sender = Sender(cast, plan, LAYOUT, 2, open_edges(cast, TIMEOUT), TIMEOUT)
+            for frame in sender.claims():
+                slot = sender.slot()
+                batch = LAYOUT.view(slot, frame.number)
+                assert torch.isfinite(batch.hidden_states).all()
+                batch.hidden_states[0, 0] = torch.nan if frame.number == 2 else 1.0
+                problem = "no memory" if frame.number == 5 else ""
+                finite = torch.isfinite(batch.hidden_states).all()
+                sender.submit(slot, frame, finite, problem)
+            sender.finish()
+            return None
+        kinds = []
+        for frame, batch in receiver(cast, plan, 2):
+            assert torch.isfinite(batch.hidden_states).all()
+            assert (frame.kind is Kind.SKIP) == bool((batch.document_ids == -1).all())
+            kinds.append((frame.number, frame.kind))
+        return kinds
+
+    _, kinds = cluster(1, 1, work)
+    skipped = [number for number, kind in kinds if kind is Kind.SKIP]
+    assert skipped == [2, 5]
+    assert [number for number, _ in kinds] == list(range(8))
+    assert "micro-batch 2 is not sent: hidden states of the target that are not" in caplog.text
+    assert "micro-batch 5 is not sent: no memory" in caplog.text
+
+
+def test_a_payload_that_changed_on_the_way_is_refused_with_both_ends_named(
+    cluster: Cluster,
+) -> None:
+    plan = Plan(heldout=0, training=3, per_step=1, drafters=1)
+
+    def work(cast: Cast) -> str:
+        edges = open_edges(cast, TIMEOUT)
+        if cast.place.role == "target":
+            slot = LAYOUT.allocate(torch.device("cpu"))
+            header = Header(
+                0, 0, 0, Kind.TRAIN.value, 0, nbytes=LAYOUT.nbytes, checksum=edges[0].checksum(slot)
+            )
+            cast.store.set("ann/0/0", header.pack())
+            slot[100] = 1
+            edges[0].put(slot)
+            return ""
+        with pytest.raises(FrameError) as caught:
+            next(iter(Receiver(cast, plan, LAYOUT, 2, edges, TIMEOUT)))
+        return str(caught.value)
+
+    _, message = cluster(1, 1, work)
+    for words in ("drafter0", "target0", "micro-batch 0", "checksum"):
+        assert words in message
