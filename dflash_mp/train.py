@@ -5,7 +5,10 @@ Every rank runs this file; the launcher's environment says which part it plays.
 
 import json
 import logging
+import threading
 from pathlib import Path
+
+from tqdm import tqdm
 
 from dflash_mp.cast import TARGET, Cast, agree, enter, launcher_store, place_from_environment
 from dflash_mp.checkpoint import Start
@@ -42,6 +45,8 @@ def train(config: TrainConfig, hydra_folder: Path) -> None:
     check_trackers(config.trackers)
     check_target(config.target)
     config = adopt_shape(config)
+    # Its own is a semaphore of the system, which a process that ends at once would leave behind.
+    tqdm.set_lock(threading.RLock())
     launcher = launcher_store(str(folder.resolve()))
     with (
         guard(mine, launcher.this_attempt(), config.failure) as sentinel,
