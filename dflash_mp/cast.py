@@ -76,7 +76,7 @@ class Cast:
 
     def client(self) -> dist.Store:
         """A connection of one's own to the store: a blocking wait holds its client."""
-        return self.store.clone()
+        return connection(self.store)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,12 @@ class LauncherStore:
 
     def claimed(self) -> None:
         """From here on, another attempt continues this one."""
-        self.job.set("claimed", b"")
+        self.job.set("claimed", "")
+
+
+def connection(store: dist.Store) -> dist.Store:
+    """A connection of one's own to where ``store`` leads, in the same namespace."""
+    return store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
 
 
 def split(ranks: int, topology: TopologyConfig) -> tuple[int, int]:

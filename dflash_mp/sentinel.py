@@ -28,7 +28,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dflash_mp.cast import Place
+from dflash_mp.cast import Place, connection
 from dflash_mp.config import FailureConfig, UserError
 from dflash_mp.judge import Silence, dead_peer, no_progress, silent_neighbour
 from dflash_mp.peers import Beat, Hello, Peers, read_beat
@@ -90,9 +90,9 @@ class Sentinel:
         self.stop_reason: str | None = None
         """Set when the job was asked to stop: save, then call ``stopped``."""
         self._phase = Phase("start", limits.setup_s, False, time.monotonic(), 0)
-        self._store = store.clone()
-        self._verdicts = store.clone()
-        self._peers = Peers(store.clone(), place, self.hello)
+        self._store = connection(store)
+        self._verdicts = connection(store)
+        self._peers = Peers(connection(store), place, self.hello)
         self._main = threading.main_thread().ident or 0
         self._launcher = os.getppid()
         self._closed = threading.Event()

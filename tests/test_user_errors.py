@@ -40,7 +40,10 @@ CASES = {
     "wrong type": (["optim.lr=abc"], "optim.lr: Value 'abc'"),
     "block size": (["drafter.block_size=1"], "drafter.block_size=1: must be at least 2"),
     "seed": (["seed=-1", "data.train=narrow"], "seed=-1: must not be negative"),
-    "beta": (["optim.beta1=1.5", "data.train=narrow"], "optim.beta1=1.5: must be at least 0 and below 1"),
+    "beta": (
+        ["optim.beta1=1.5", "data.train=narrow"],
+        "optim.beta1=1.5: must be at least 0 and below 1",
+    ),
     "tracker": (["trackers=[foo]", "data.train=narrow"], "trackers: foo is unknown"),
     "repeated layer": (["target.layer_ids=[1,1]"], "a layer is repeated"),
     "negative layer": (["target.layer_ids=[-1,1]"], "layers count from 0"),

@@ -179,12 +179,13 @@ def finish(
     decoding.end()
     sentinel.phase("write the results", config.failure.save_s)
     if accelerator.is_main_process:
+        simulated = heldout_values(counts) if job.heldout_packs else {}
         results = {
-            "simulated": heldout_values(counts) if job.heldout_packs else {},
+            "simulated": simulated,
             "decoded_before": decoding.summaries.get(0),
             "decoded": decoding.summaries.get(steps),
         }
-        tracker.log(steps, {f"final/{k[5:]}": v for k, v in results["simulated"].items()})
+        tracker.log(steps, {f"final/{k[5:]}": v for k, v in simulated.items()})
         tracker.close()
         write_results(job, results)
     else:

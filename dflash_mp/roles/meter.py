@@ -74,7 +74,7 @@ class Meter:
             "train/accuracy": correct / max(supervised, 1.0),
             "train/grad_norm": norm / self.steps,
             "train/skipped": skipped,
-            "train/lr": schedule.get_last_lr()[0],
+            "train/lr": float(schedule.get_last_lr()[0]),
             "perf/tokens_per_s": tokens / seconds,
             "perf/supervised_per_s": supervised / seconds,
             "perf/steps_per_s": self.steps / seconds,

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ def watched(
 
 def kept(batch: FeatureBatch) -> FeatureBatch:
     """A copy that outlives the wire slot."""
-    tensors = {
+    tensors: dict[str, Any] = {
         name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)
     }
     return replace(batch, **tensors)

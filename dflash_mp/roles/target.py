@@ -181,7 +181,7 @@ def open_frame_cache(cast: Cast, job: Job, weights: str) -> FrameCache | None:
     if in_memory:
         first = place.node * place.targets_per_node
         keys = [f"frames/{first + i}" for i in range(place.targets_per_node)]
-        cast.store.set(f"frames/{place.role_rank}", b"")
+        cast.store.set(f"frames/{place.role_rank}", "")
         cast.store.wait(keys)
         # Everyone holds it open now; without a name it goes when the last of them goes.
         path.unlink(missing_ok=True)

@@ -228,7 +228,9 @@ class Sender:
                 nbytes=0 if problem else slot.numel(),
                 checksum=0 if problem else edge.checksum(slot),
             )
-            self._store.set(f"ann/{frame.drafter}/{frame.k}", header.pack())
+            announcement = header.pack()
+            # torch's stubs know only text; the store takes bytes.
+            self._store.set(f"ann/{frame.drafter}/{frame.k}", announcement)  # type: ignore[arg-type]
             if problem:
                 log.warning("micro-batch %d is not sent: %s", frame.number, problem)
                 # Rows that the next frame leaves as they are must not hold what is not finite.
@@ -332,7 +334,7 @@ class Receiver:
             k, event = item
             if event is not None:
                 event.synchronize()
-            self._credit_store.set(f"free/{self.place.role_rank}/{k}", b"")
+            self._credit_store.set(f"free/{self.place.role_rank}/{k}", "")
 
 
 def check(header: Header, frame: Frame, nbytes: int, reader: str) -> None:
