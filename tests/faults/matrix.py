@@ -56,11 +56,13 @@ ROW = "{:<16} {:<9} {:<8} {:>6} {:>5}  {:<20} {}\n"
 
 @dataclass(frozen=True)
 class Case:
-    """One run: ``rank`` commits ``fault``, or the launcher is interrupted."""
+    """One run: ``rank`` commits ``fault``, or the launcher is interrupted; ``ranks`` a node."""
 
     fault: str
     launcher: str
     rank: int
+    ranks: int = 3
+    restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,19 +93,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def commands(launcher: str, script: Path, overrides: list[str]) -> list[list[str]]:
-    """The command of each launcher process, for three ranks (on two nodes: two on each)."""
+def commands(case: Case, script: Path, overrides: list[str]) -> list[list[str]]:
+    """The command of each launcher process."""
+    launcher, ranks = case.launcher, str(case.ranks)
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     if launcher == "spawn":
-        start = [sys.executable, "-m", "launch.spawn", "--nproc", "3", "--script", str(script)]
+        start = [sys.executable, "-m", "launch.spawn", "--nproc", ranks, "--script", str(script)]
         return [[*start, *overrides]]
     if launcher == "torchrun":
-        return [[*torchrun, "--standalone", "--nproc_per_node", "3", str(script), *overrides]]
+        options = ["--standalone", "--max-restarts", str(case.restarts)]
+        return [[*torchrun, *options, "--nproc_per_node", ranks, str(script), *overrides]]
     port = free_port()
     return [
         [
             *torchrun,
-            *("--nnodes", "2", "--node_rank", str(node), "--nproc_per_node", "2"),
+            *("--nnodes", "2", "--node_rank", str(node), "--nproc_per_node", ranks),
             *("--master_addr", "127.0.0.1", "--master_port", str(port), str(script), *overrides),
         ]
         for node in (0, 1)
@@ -129,9 +133,7 @@ def run(case: Case, script: Path, overrides: list[str], timeout: float = 120) ->
         }
         outputs = [Path(folder) / f"output-{i}" for i in range(2)]
         processes = []
-        for output, command in zip(
-            outputs, commands(case.launcher, script, overrides), strict=False
-        ):
+        for output, command in zip(outputs, commands(case, script, overrides), strict=False):
             with output.open("w") as file:
                 processes.append(
                     subprocess.Popen(

@@ -3,9 +3,11 @@
 """
 
 import os
+import re
 from pathlib import Path
 
 import pytest
+import torch
 from matrix import (
     DRAFTER_RANK,
     HERE,
@@ -15,6 +17,7 @@ from matrix import (
     problems,
     run,
 )
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.distributed
 
@@ -50,7 +53,7 @@ def test_a_fault_ends_the_job_with_one_cause(case: Case) -> None:
 @pytest.mark.parametrize("fault", ["raise", "kill"])
 def test_the_cause_is_named_on_both_nodes(fault: str) -> None:
     # Two agents of two ranks each: rank 2 is the target of the second node.
-    case = Case(fault, "nodes", 2)
+    case = Case(fault, "nodes", 2, ranks=2)
     for result in run(case, ACTOR, []):
         assert_good(case, result)
 
@@ -99,3 +102,41 @@ def training(tiny_target: Path, conversations: Path, heldout: Path, tmp_path: Pa
 def test_a_fault_ends_a_training_with_one_cause(case: Case, training: Path) -> None:
     (result,) = run(case, training, [])
     assert_good(case, result)
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_and_an_interrupted_training_come_to_the_same_weights(
+    training: Path, tmp_path: Path
+) -> None:
+    """torchrun starts the ranks again by itself; a person starts again with resume=auto."""
+
+    def train(name: str, case: Case, *overrides: str) -> Outcome:
+        folder = tmp_path / name
+        settings = [f"output_dir={folder}", f"hydra.run.dir={folder}", "steps=20", *overrides]
+        (result,) = run(case, training, settings)
+        return result
+
+    def same(name: str) -> bool:
+        mine, theirs = weights(tmp_path / name, 20), weights(tmp_path / "unbroken", 20)
+        return all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+    unbroken = train("unbroken", Case("none", "spawn", 9, ranks=2))
+    assert unbroken.code == 0, unbroken.output[-3000:]
+
+    killed = train("killed", Case("kill", "torchrun", 1, ranks=2, restarts=1))
+    assert killed.code == 0, killed.output[-3000:]
+    assert killed.matches("ROOT CAUSE: rank 1 ")
+    assert same("killed")
+
+    stopped = train("stopped", Case("ctrl-c", "spawn", -1, ranks=2))
+    assert stopped.code == 75, stopped.output[-3000:]
+    found = re.search(r"stopped: SIGINT: step (\d+) is saved", stopped.output)
+    assert found is not None
+    assert weights(tmp_path / "stopped", int(found[1]))
+    continued = train("stopped", Case("none", "spawn", 9, ranks=2), "resume=auto")
+    assert continued.code == 0, continued.output[-3000:]
+    assert same("stopped")
