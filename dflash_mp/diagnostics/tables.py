@@ -71,7 +71,8 @@ def tables() -> str:
     """Return all tables as Markdown."""
     results = load()
     names = [about["torch"].split("+")[0] for about, _ in results]
-    lines = ["### Without treatment", ""]
+    lines = [_made_with(about) for about, _ in results]
+    lines += ["", "### Without treatment", ""]
     lines += table(
         ["scenario", *(f"torch {name}" for name in names)],
         [
@@ -80,7 +81,8 @@ def tables() -> str:
         ],
     )
     for name, (_, cells) in zip(names, results, strict=True):
-        treatments = list(dict.fromkeys(t for s, t in cells if s in ABOUT_FLAG))
+        # The one scenario that every matrix runs under every treatment, in their order.
+        treatments = [t for s, t in cells if s == "call-in-make-fx"]
         lines += ["", f"### torch {name}: the flag and the hooks", ""]
         lines += table(
             ["treatment", *(f"`{s}`" for s in ABOUT_FLAG)],
@@ -92,6 +94,19 @@ def tables() -> str:
             [[f"`{s}`", *(entry(cells.get((s, t))) for t in REST_TREATMENTS)] for s in ABOUT_REST],
         )
     return "\n".join(lines)
+
+
+def _made_with(about: dict[str, Any]) -> str:
+    config = about["config"]
+    random = config["random_repeats"]
+    often = f"{random} of each random one"
+    if config["matrix"] == "full":
+        often += f", {4 * random} of it without treatment and in processes"
+    return (
+        f"- torch {about['torch']}: {config['matrix']} matrix, {config['repeats']} run(s) of each "
+        f"deterministic cell, {often}; {config['threads']} drafters, switch interval "
+        f"{config['switch_interval']} s; Python {about['python']}, {about['platform']}"
+    )
 
 
 def with_tables(document: str) -> str:
