@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # threads than idle cores spends its time in barriers.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install train test test-fast interop repro-race bench lint format build clean
+.PHONY: help install train test test-fast interop repro-race fault-matrix bench lint format build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -41,6 +41,9 @@ repro-race: ## See the torch.compile race of threads; TORCH=2.11.0 takes another
 	$(PYTHON) -m venv .venvs/race-$(TORCH)
 	.venvs/race-$(TORCH)/bin/pip install --quiet torch==$(TORCH) numpy hydra-core==1.3.*
 	PYTHONPATH=. .venvs/race-$(TORCH)/bin/python -m dflash_mp.diagnostics.race
+
+fault-matrix: install ## Break tiny jobs in every way under both launchers; print what was said and how fast
+	$(BIN)/python tests/faults/matrix.py
 
 bench: install ## Measure rows/s and packing of the data preparation on this machine
 	$(BIN)/python -m dflash_mp.bench.data
