@@ -32,7 +32,7 @@ test: install ## Run all tests
 	$(BIN)/python -m pytest
 
 test-fast: install ## Run the tests that take seconds
-	$(BIN)/python -m pytest -m 'not slow and not distributed'
+	$(BIN)/python -m pytest -m 'not slow and not distributed and not stress'
 
 interop: install ## Let z-lab's, SpecForge's and speculators' own packages judge the exports
 	$(BIN)/python tests/interop/run.py $(wildcard outputs/smollm2_narrow/export)

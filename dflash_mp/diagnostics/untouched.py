@@ -49,7 +49,7 @@ def patched_torch_names() -> list[str]:
         ):
             # Libraries may add methods of their own (transformers: Module.smart_apply); a patch is
             # a name of torch's that runs somebody else's code.
-            source = inspect.getsource(cls)
+            source = inspect.getsource(module)
             members = [(n, v) for n, v in vars(cls).items() if re.search(rf"\b{n}\b", source)]
             names += [f"{name}.{class_name}.{n}" for n, v in members if _is_foreign(v)]
     names += _stuck_state()

@@ -129,7 +129,7 @@ def test_block_masks_leave_an_annotation_behind():
     assert outcome("stuck-annotation", "none") == expected
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_the_patch_bakes_a_constant_where_the_back_port_refuses():
     for treatment in ("none", "backport"):
         assert outcome("trace-over-inductor", treatment) == (OK, ())
@@ -137,13 +137,13 @@ def test_the_patch_bakes_a_constant_where_the_back_port_refuses():
         assert outcome("trace-over-inductor", treatment) == (SILENT, ("wrong numbers",))
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.parametrize("scenario", [n for n in SCENARIOS if not SCENARIOS[n].random])
 def test_processes_are_clean_in_every_deterministic_scenario(scenario):
     assert outcome(scenario, "processes") == (OK, ())
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("scenario", [n for n in SCENARIOS if SCENARIOS[n].random])
 def test_processes_are_clean_over_twenty_random_runs(scenario):

@@ -140,7 +140,7 @@ def test_verdict_speaks_of_processes_and_of_an_unknown_version():
     assert "0 bad of 2 runs in 1 scenarios" in said
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_a_mistake_is_one_line_and_exit_code_two(tmp_path):
     command = [sys.executable, "-m", "dflash_mp.diagnostics.race", "scenario=nope"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
