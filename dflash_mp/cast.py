@@ -24,6 +24,8 @@ CONNECT_TIMEOUT = timedelta(seconds=30)
 TARGET = "target"
 DRAFTER = "drafter"
 CURRENT_JOB = "dflash_mp/job"
+LAUNCHER = "DFLASH_MP_LAUNCHER"
+"""Environment variable in which ``launch.spawn`` says that it is the launcher."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,22 @@ def place(rank: int, world_size: int, local_world_size: int, topology: TopologyC
     )
 
 
+def check_elastic(topology: TopologyConfig) -> None:
+    """Refuse ``topology.elastic`` where a job cannot go on without one of its ranks."""
+    if not topology.elastic:
+        return
+    require(
+        os.environ.get(LAUNCHER) == "spawn",
+        "topology.elastic=true needs python -m launch.spawn: torchrun ends all ranks as soon as "
+        "one of them dies; there, --max-restarts continues from the last checkpoint",
+    )
+    require(
+        not torch.cuda.is_available(),
+        "topology.elastic=true needs CPU ranks: a frame that a killed target was sending keeps "
+        "NCCL's kernel on the drafter's GPU waiting for ever; use checkpoints and resume=auto",
+    )
+
+
 def place_from_environment(topology: TopologyConfig) -> Place:
     """``place`` for this process; raises ``UserError`` outside of a launcher."""
     require(
@@ -164,6 +182,7 @@ def place_from_environment(topology: TopologyConfig) -> Place:
         "this command needs several processes: start it as torchrun --nproc_per_node 3 "
         "-m dflash_mp.train ... or python -m launch.spawn --nproc 3 ...",
     )
+    check_elastic(topology)
     world_size = int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return place(int(os.environ["RANK"]), world_size, local_world_size, topology)

@@ -150,6 +150,7 @@ class TopologyConfig:
 
     targets: int | None = MISSING
     drafters: int | None = MISSING
+    elastic: bool = MISSING
 
     def __post_init__(self) -> None:
         for key in ("targets", "drafters"):

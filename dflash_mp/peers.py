@@ -112,15 +112,21 @@ class Peers:
 
     def __init__(self, store: dist.Store, place: Place, mine: Hello) -> None:
         self.store, self.mine = store, mine
-        self.next = (place.rank + 1) % place.world_size
+        self.size = place.world_size
         per_node = place.world_size // place.nodes
         first = place.node * per_node
         everybody = range(place.world_size)
         self.watched = set(everybody if place.rank == 0 else range(first, first + per_node))
-        self.watched.add(self.next)
         self.known: dict[int, Hello] = {mine.rank: mine}
         self.left: set[int] = set()
+        self.watched.add(self.next)
         store.set(f"hello/{mine.rank}", json.dumps(asdict(mine)))
+
+    @property
+    def next(self) -> int:
+        """This rank's neighbour in the ring of those who have not said goodbye."""
+        others = [(self.mine.rank + i) % self.size for i in range(1, self.size)]
+        return next((rank for rank in others if rank not in self.left), self.mine.rank)
 
     def refresh(self) -> None:
         """Look for ranks that have come or have said goodbye."""

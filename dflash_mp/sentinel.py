@@ -314,8 +314,11 @@ class Sentinel:
             self._speak(self.hello.accused(phase.name, reason, stack))
 
     def _check_processes(self) -> None:
+        if not self._peers.dead():
+            return
+        # The launcher knows more: how it ended, and whether the job can do without it.
+        self._hold(LAUNCHER_FIRST_S)
         for peer in self._peers.dead():
-            self._hold(LAUNCHER_FIRST_S)
             self._speak(dead_peer(self._peers.store, peer))
 
     def _check_neighbour(self) -> None:

@@ -52,6 +52,9 @@ def train(config: TrainConfig, hydra_folder: Path) -> None:
         guard(mine, launcher.this_attempt(), config.failure) as sentinel,
         enter(mine, launcher, config.threads) as cast,
     ):
+        if config.topology.elastic:
+            # For the launcher, which decides what becomes of a job that has lost a rank.
+            cast.store.set("elastic", "")
         if mine.rank == 0:
             sentinel.phase("prepare", UNLIMITED)
         else:

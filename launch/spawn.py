@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dflash_mp.cast import current_job
+from dflash_mp.cast import LAUNCHER, TARGET, current_job
 from dflash_mp.judge import dead_peer
 from dflash_mp.peers import read_hello
 from dflash_mp.verdict import FAILURE, SILENT_END, STOPPED, USER_ERROR, Verdict
@@ -62,6 +62,7 @@ def launch(nproc: int, overrides: list[str], script: str = "") -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": "spawn",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        LAUNCHER: "spawn",
     }
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = [
@@ -123,9 +124,37 @@ def watch(
         for sentinel in multiprocessing.connection.wait(list(running), POLL_S):
             process = running.pop(sentinel)
             process.join()
+            if forgiven(store, process, list(running.values())):
+                continue
             if process.exitcode or not said_goodbye(store, process):
                 return process
     return next(iter(running.values()), None)
+
+
+def forgiven(store: dist.Store, bad: BaseProcess, others: list[BaseProcess]) -> bool:
+    """Whether the job goes on without a rank that was killed (``topology.elastic``).
+
+    It does without a target while it trains, as long as there is another target.
+    """
+    job = current_job(store)
+    if job is None or (bad.exitcode or 0) >= 0 or not job.check(["elastic", "training"]):
+        return False
+    lost = read_hello(job, int(bad.name))
+    names = [hello.name for other in others if (hello := read_hello(job, int(other.name)))]
+    left = [name for name in names if name.startswith(TARGET)]
+    if lost is None or not lost.name.startswith(TARGET) or not left or job.check(["verdict"]):
+        return False
+    if job.get("training") != b"yes":
+        return False
+    sys.stderr.write(
+        f"\nlaunch.spawn: WARNING: rank {lost.rank} ({lost.name}, pid {lost.pid}) is lost, "
+        f"{how_it_ended(bad.exitcode or 0)}; {', '.join(left)} take over its work\n"
+    )
+    # In this order: nobody may miss its goodbye before its work is known to be free.
+    job.set(f"lost/{lost.rank}", "")
+    job.set("lost", "")
+    job.set(f"bye/{lost.rank}", "")
+    return True
 
 
 def said_goodbye(store: dist.Store, process: BaseProcess) -> bool:

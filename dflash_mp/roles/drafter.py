@@ -33,7 +33,9 @@ from dflash_mp.sentinel import Sentinel
 from dflash_mp.simulate import simulate
 from dflash_mp.target.model import target_dtype
 from dflash_mp.tracking import Tracker, run_facts
-from dflash_mp.wire.stream import Receiver, open_edges
+from dflash_mp.wire.receiver import Receiver
+from dflash_mp.wire.stream import open_edges
+from dflash_mp.wire.takeover import Debts
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +64,8 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel) -> None:
 
     sentinel.wait("the edges")
     edges = open_edges(cast, timeout)
-    receiver = Receiver(cast, job.plan, job.layout, config.wire.slots, edges, timeout)
+    debts = Debts(cast, job.plan, timeout) if config.topology.elastic else None
+    receiver = Receiver(cast, job.plan, job.layout, config.wire.slots, edges, timeout, debts)
     frames = watched(iter(receiver), job.plan, cast.place.role_rank, sentinel)
     heldout = [kept(batch) for _, batch in take(frames, job.plan.heldout_frames)]
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dflash_mp.cast import Cast
 from dflash_mp.job import Job
-from dflash_mp.wire.stream import Receiver
+from dflash_mp.wire.receiver import Receiver
 
 
 class DivergedError(Exception):

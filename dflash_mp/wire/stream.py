@@ -27,7 +27,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -35,9 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dflash_mp.cast import TARGET, Cast
-from dflash_mp.features import FeatureBatch
 from dflash_mp.wire.edge import DRAFTER_END, TARGET_END, Edge
-from dflash_mp.wire.frame import FrameError, Header, Layout
+from dflash_mp.wire.frame import Header, Layout
 from dflash_mp.wire.plan import Frame, Kind, Plan
 
 log = logging.getLogger(__name__)
@@ -82,7 +81,17 @@ class Helper:
 
     def take(self) -> object:
         """The next item for the main thread; raises what the helper raised."""
-        item = self.inbox.get()
+        return self._checked(self.inbox.get())
+
+    def poll(self, seconds: float) -> object:
+        """As ``take``, but None when nothing comes within ``seconds``."""
+        try:
+            return self._checked(self.inbox.get(timeout=seconds))
+        except queue.Empty:
+            return None
+
+    @staticmethod
+    def _checked(item: object) -> object:
         if isinstance(item, BaseException):
             raise item
         return item
@@ -173,23 +182,33 @@ class Sender:
 
     def claims(self) -> Iterator[Frame]:
         """The frames that fall to this target, PAD left out, until the plan is used up."""
+        while True:
+            # A frame is claimed when it can be made at once: who waits for a slot owes nothing.
+            start = time.perf_counter()
+            slot = self._helper.take()
+            self.clock.add("send_wait", time.perf_counter() - start)
+            assert isinstance(slot, Tensor)
+            frame = self._claim()
+            if frame is None:
+                self._free.put(slot)
+                return
+            self._slot = slot
+            yield frame
+
+    def _claim(self) -> Frame | None:
         node = self.place.node
         while True:
             count = self._claims.add(f"claim/{node}", 1) - 1
             frame = self.plan.claim(count, node, self.place.drafters_per_node)
             if frame is None:
-                return
+                return None
             if frame.kind is not Kind.PAD:
                 self._claims.set(f"own/{frame.drafter}/{frame.k}", str(self.place.rank))
-                yield frame
+                return frame
 
     def slot(self) -> Tensor:
-        """A free slot (``[nbytes]`` uint8); blocks while both are being sent."""
-        start = time.perf_counter()
-        slot = self._helper.take()
-        self.clock.add("send_wait", time.perf_counter() - start)
-        assert isinstance(slot, Tensor)
-        return slot
+        """The slot (``[nbytes]`` uint8) for the frame that ``claims`` has given last."""
+        return self._slot
 
     def submit(
         self, slot: Tensor, frame: Frame, finite: Tensor | None = None, problem: str = ""
@@ -213,22 +232,13 @@ class Sender:
 
     def _send_all(self) -> None:
         while (item := self._outbox.get()) is not None:
-            slot, frame, edge = item.slot, item.frame, self.edges[item.frame.drafter]
+            slot, frame = item.slot, item.frame
             # Announced before it is filled, the drafter's receive would spin through the forward.
             problem = item.unusable()
             start = time.perf_counter()
             self._await_credit(frame)
             credited = time.perf_counter()
-            header = Header(
-                source=self.place.role_rank,
-                drafter=frame.drafter,
-                k=frame.k,
-                kind=Kind.SKIP.value if problem else frame.kind.value,
-                number=frame.number,
-                nbytes=0 if problem else slot.numel(),
-                checksum=0 if problem else edge.checksum(slot),
-            )
-            announcement = header.pack()
+            announcement = self._header(frame, slot, problem).pack()
             # torch's stubs know only text; the store takes bytes.
             self._store.set(f"ann/{frame.drafter}/{frame.k}", announcement)  # type: ignore[arg-type]
             if problem:
@@ -236,10 +246,21 @@ class Sender:
                 # Rows that the next frame leaves as they are must not hold what is not finite.
                 slot.zero_()
             else:
-                edge.put(slot)
+                self.edges[frame.drafter].put(slot)
             self.clock.add("credit_wait", credited - start)
             self.clock.add("send", time.perf_counter() - credited)
             self._free.put(slot)
+
+    def _header(self, frame: Frame, slot: Tensor, problem: str) -> Header:
+        return Header(
+            source=self.place.role_rank,
+            drafter=frame.drafter,
+            k=frame.k,
+            kind=Kind.SKIP.value if problem else frame.kind.value,
+            number=frame.number,
+            nbytes=0 if problem else slot.numel(),
+            checksum=0 if problem else self.edges[frame.drafter].checksum(slot),
+        )
 
     def _await_credit(self, frame: Frame) -> None:
         earlier = frame.k - self.credit
@@ -253,107 +274,3 @@ class Sender:
             f"{self.place.name}: credit of drafter{frame.drafter} for frame {frame.k}",
         )
         self._store.delete_key(key)
-
-
-class Receiver:
-    """The drafter's end: receives frames in order in the background, W slots ahead."""
-
-    def __init__(
-        self,
-        cast: Cast,
-        plan: Plan,
-        layout: Layout,
-        slots: int,
-        edges: dict[int, Edge],
-        timeout: timedelta,
-    ) -> None:
-        self.place, self.plan, self.layout = cast.place, plan, layout
-        self.edges, self.timeout = edges, timeout
-        self.clock = Clock()
-        self.bytes = 0
-        self._ring = [layout.allocate(cast.device) for _ in range(slots)]
-        self._padding = layout.view(layout.allocate(cast.device), -1)
-        self._padding.document_ids.fill_(-1)
-        self._ready_store = cast.client()
-        self._credit_store = cast.client()
-        self._done: queue.Queue[tuple[int, torch.cuda.Event | None] | None] = queue.Queue()
-        self._ready: queue.Queue = queue.Queue()
-        self._pump = Helper("receiver", self._receive_all, self._ready)
-        self._releaser = Helper("credits", self._release_all, self._ready)
-
-    def __iter__(self) -> Iterator[tuple[Frame, FeatureBatch]]:
-        """All frames of this drafter in the plan's order.
-
-        PAD, and SKIP instead of what a target could not make, come as a batch without documents. A
-        batch is valid until the next one is asked for.
-        """
-        for frame in self.plan.received(self.place.role_rank):
-            start = time.perf_counter()
-            slot = self._pump.take()
-            self.clock.add("recv_wait", time.perf_counter() - start)
-            if isinstance(slot, Tensor):
-                yield frame, self.layout.view(slot, frame.number)
-            else:
-                assert isinstance(slot, Kind)
-                yield replace(frame, kind=slot), self._padding
-            self._done.put((frame.k, recorded(self._ring[0])))
-        self._done.put(None)
-        self._releaser.thread.join()
-
-    def _receive_all(self) -> None:
-        me = self.place
-        for frame in self.plan.received(me.role_rank):
-            if frame.kind is Kind.PAD:
-                self._ready.put(Kind.PAD)
-                continue
-            key = f"ann/{frame.drafter}/{frame.k}"
-            await_key(
-                self._ready_store,
-                key,
-                self.timeout,
-                f"{me.name}: frame {frame.k} (micro-batch {frame.number})",
-            )
-            header = Header.unpack(self._ready_store.get(key), me.name)
-            self._ready_store.delete_key(key)
-            self._ready_store.delete_key(f"own/{frame.drafter}/{frame.k}")
-            slot = self._ring[frame.k % len(self._ring)]
-            check(header, frame, slot.numel(), me.name)
-            if header.kind == Kind.SKIP.value:
-                self._ready.put(Kind.SKIP)
-                continue
-            start = time.perf_counter()
-            edge = self.edges[header.source]
-            edge.land(slot)
-            check_payload(header, edge.checksum(slot), me.name)
-            self.clock.add("receive", time.perf_counter() - start)
-            self.bytes += header.nbytes
-            self._ready.put(slot)
-
-    def _release_all(self) -> None:
-        while (item := self._done.get()) is not None:
-            k, event = item
-            if event is not None:
-                event.synchronize()
-            self._credit_store.set(f"free/{self.place.role_rank}/{k}", "")
-
-
-def check(header: Header, frame: Frame, nbytes: int, reader: str) -> None:
-    """Raise ``FrameError`` unless ``header`` announces ``frame`` with ``nbytes`` of payload."""
-    skipped = header.kind == Kind.SKIP.value
-    kind, size = (Kind.SKIP.value, 0) if skipped else (frame.kind.value, nbytes)
-    announced = (header.drafter, header.k, header.kind, header.number, header.nbytes)
-    expected = (frame.drafter, frame.k, kind, frame.number, size)
-    if announced != expected:
-        raise FrameError(
-            f"{reader}: target{header.source} announced (drafter, k, kind, number, nbytes) = "
-            f"{announced}, expected {expected}"
-        )
-
-
-def check_payload(header: Header, found: int, reader: str) -> None:
-    """Raise ``FrameError`` unless a payload has the checksum that was announced."""
-    if found != header.checksum:
-        raise FrameError(
-            f"{reader}: frame {header.k} of target{header.source} (micro-batch {header.number}) "
-            f"arrived with checksum {found:#x}, but was sent with {header.checksum:#x}"
-        )

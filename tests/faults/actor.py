@@ -24,7 +24,7 @@ AT = 5
 
 def main() -> None:
     """Play one rank."""
-    mine = place_from_environment(TopologyConfig(None, None))
+    mine = place_from_environment(TopologyConfig(None, None, False))
     store = connect("actor")
     limits = FailureConfig(**PRODUCTION | json.loads(os.environ["LIMITS"]))
     fault = os.environ["FAULT"] if os.environ["FAULT_RANK"] == str(mine.rank) else ""

@@ -109,10 +109,11 @@ def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_and_an_interrupted_training_come_to_the_same_weights(
+def test_a_killed_interrupted_or_smaller_training_comes_to_the_same_weights(
     training: Path, tmp_path: Path
 ) -> None:
-    """torchrun starts the ranks again by itself; a person starts again with resume=auto."""
+    """torchrun starts the ranks again by itself; spawn can do without a target; a person starts
+    again with resume=auto."""
 
     def train(name: str, case: Case, *overrides: str) -> Outcome:
         folder = tmp_path / name
@@ -131,6 +132,11 @@ def test_a_killed_and_an_interrupted_training_come_to_the_same_weights(
     assert killed.code == 0, killed.output[-3000:]
     assert killed.matches("ROOT CAUSE: rank 1 ")
     assert same("killed")
+
+    lost = train("lost", Case("kill", "spawn", 1), "topology.elastic=true")
+    assert lost.code == 0, lost.output[-3000:]
+    assert lost.matches(r"WARNING: rank 1 \(target1, pid \d+\) is lost, killed by SIGKILL")
+    assert same("lost")
 
     stopped = train("stopped", Case("ctrl-c", "spawn", -1, ranks=2))
     assert stopped.code == 75, stopped.output[-3000:]

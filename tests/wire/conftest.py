@@ -1,0 +1,37 @@
+"""Ranks as threads, with a real store and real gloo edges."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dflash_mp.cast import Cast, LauncherStore, loopback, place
+from dflash_mp.config import TopologyConfig
+
+TIMEOUT = timedelta(seconds=20)
+Cluster = Callable[..., list[object]]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """``cluster(targets, drafters, work)`` runs ``work(cast)`` for every rank; gives results."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback())
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def run(targets: int, drafters: int, work: Callable[[Cast], object]) -> list[object]:
+        ranks = targets + drafters
+        topology = TopologyConfig(targets, drafters)
+
+        def rank(number: int) -> object:
+            client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=TIMEOUT)
+            store = dist.PrefixStore("test", client)
+            mine = place(number, ranks, ranks, topology)
+            return work(Cast(mine, torch.device("cpu"), store, LauncherStore(store, 0)))
+
+        with ThreadPoolExecutor(ranks) as pool:
+            return list(pool.map(rank, range(ranks)))
+
+    return run
