@@ -5,6 +5,7 @@ a default process group of their own (two worlds, both with a rank 0), so Accele
 drafters works unmodified. Nothing here spans the roles but the launcher's store.
 """
 
+import gc
 import json
 import os
 import socket
@@ -218,10 +219,16 @@ def enter(mine: Place, launcher: LauncherStore, threads: int | None) -> Iterator
         world_size=mine.role_size,
         timeout=ROLE_TIMEOUT,
     )
+    # DDP's reducer also holds the group. Were it the last one to do so, it would destroy the group
+    # with the interpreter's lock held, waiting for gloo's threads, which may need that lock.
+    group = dist.group.WORLD
     yield Cast(mine, device, store, launcher)
     # Accelerate, when it ends its trackers, ends this as well.
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A wrapped drafter that is only kept by a cycle of references goes first.
+    gc.collect()
+    del group
     os.environ.update(saved)
 
 

@@ -98,6 +98,7 @@ class Sentinel:
         self._closed = threading.Event()
         self._hurry = threading.Event()
         self._leaving = threading.Lock()
+        self._said = threading.Event()
         self._silence = Silence()
         self._stop_deadline = 0.0
         self._signals, self._handlers = catch_signals()
@@ -189,10 +190,14 @@ class Sentinel:
             say(mine.text)
         if kill:
             os.kill(verdict.pid, signal.SIGKILL)
+        self._said.set()
         self._leave(first, spoke=first == mine)
 
     def _leave(self, verdict: Verdict, spoke: bool) -> None:
         """End this process because of ``verdict``; only the first caller does, others wait."""
+        if not spoke and verdict.by == self.place.name:
+            # Seen in the store before the thread that put it there has printed it.
+            self._said.wait(LAUNCHER_FIRST_S)
         with self._leaving:
             faulthandler.cancel_dump_traceback_later()
             about_me = verdict.rank == self.place.rank

@@ -1,5 +1,9 @@
 """Who is who, for many sizes, and what is refused."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from dflash_mp.cast import DRAFTER, TARGET, place, split
@@ -51,3 +55,11 @@ def test_two_nodes_split_alike_and_role_ranks_run_through() -> None:
     ]
     assert [p.node for p in places] == [0, 0, 0, 1, 1, 1]
     assert {(p.targets, p.drafters) for p in places} == {(4, 2)}
+
+
+@pytest.mark.distributed
+def test_leaving_a_role_does_not_hang() -> None:
+    """A deadlock inside torch between DDP's end and gloo's threads; one time in a dozen."""
+    script = Path(__file__).parent / "many_roles.py"
+    command = [sys.executable, "-m", "launch.spawn", "--nproc", "3", "--script", str(script)]
+    subprocess.run(command, check=True, timeout=60)
