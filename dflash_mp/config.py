@@ -252,6 +252,12 @@ class TrainConfig:
             f"target.layer_ids={ids} names {len(ids or [])} layers, but "
             f"drafter.tapped_layers={self.drafter.tapped_layers}: make them agree",
         )
+        require(
+            self.wire.timeout_s > self.failure.save_s,
+            f"wire.timeout_s={self.wire.timeout_s}: must be greater than "
+            f"failure.save_s={self.failure.save_s}: for so long one role may evaluate or decode "
+            "while the other waits",
+        )
 
 
 ConfigT = TypeVar("ConfigT")

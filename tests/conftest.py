@@ -69,7 +69,6 @@ def launch(tiny_target: Path, conversations: Path, heldout: Path, tmp_path: Path
         "evaluate.decode_prompts=0",
         "evaluate.max_new_tokens=8",
         "wire.dtype=float32",
-        "wire.timeout_s=60",
         "trackers=[]",
     ]
 

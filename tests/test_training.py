@@ -95,7 +95,7 @@ def test_a_lost_frame_ends_the_job_with_an_error_that_names_it(
     launch: Launch, tmp_path: Path
 ) -> None:
     lossy = Path(__file__).parent / "lossy_target.py"
-    result = launch(2, "wire.timeout_s=3", script=lossy, timeout=90)
+    result = launch(2, "wire.timeout_s=3", "failure.save_s=2.5", script=lossy, timeout=90)
     assert result.returncode != 0
     assert "drafter0: frame 4" in result.stderr
     assert "did not come within 3 s" in result.stderr

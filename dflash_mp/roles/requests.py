@@ -1,9 +1,9 @@
 """Real decoding during a run: the drafter asks with an export folder, the targets answer.
 
-The targets hold the target, so they decode; they look for a request before each claim, and the
-stream waits for nothing else. Keys: ``decode/<i>`` (the request, or ``end``) and
-``decoded/<i>/<target>`` (a share of the results). Only the targets of the main drafter's node
-take part: they share its disk.
+The targets hold the target, so they decode. They look for a request after each frame, before they
+claim the next: a frame that is claimed is waited for. Keys: ``decode/<i>`` (the request, or
+``end``) and ``decoded/<i>/<target>`` (a share of the results). Only the targets of the main
+drafter's node take part: they share its disk.
 """
 
 import json
@@ -37,7 +37,12 @@ class Asking:
         done = []
         while self.open:
             number, step = self.open[0]
-            keys = [f"decoded/{number}/{target}" for target in range(self.targets)]
+            keys = [
+                f"decoded/{number}/{target}"
+                for target in range(self.targets)
+                # A lost one's share is missing (``topology.elastic``).
+                if not self.store.check([f"lost/{target}"])
+            ]
             if wait:
                 self.store.wait(keys, self.timeout)
             elif not self.store.check(keys):

@@ -29,6 +29,7 @@ from dflash_mp.target.frame_cache import MEMORY, FrameCache, fingerprint
 from dflash_mp.target.model import FeatureExtractor, load_target
 from dflash_mp.wire.plan import Frame, Kind
 from dflash_mp.wire.stream import Sender, open_edges
+from dflash_mp.wire.takeover import ElasticSender
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ def run_target(cast: Cast, job: Job, sentinel: Sentinel) -> None:
     cache = open_frame_cache(cast, job, weights_fingerprint(model))
     sentinel.wait("the edges")
     edges = open_edges(cast, timeout)
-    sender = Sender(cast, job.plan, job.layout, config.wire.slots, edges, timeout)
+    make_sender = ElasticSender if config.topology.elastic else Sender
+    sender = make_sender(cast, job.plan, job.layout, config.wire.slots, edges, timeout)
     decode = decode_share(cast, job, model, sentinel)
     answering = Answering(cast.client(), cast.place.role_rank, decode)
     clock = cast.client()
@@ -64,12 +66,10 @@ def run_target(cast: Cast, job: Job, sentinel: Sentinel) -> None:
 
     # The first forward may compile.
     start, limit = time.perf_counter(), limits.setup_s
+    sentinel.wait("a free slot")
     for frame in sender.claims():
-        if decodes:
-            answering.pending()
-        sentinel.wait(f"a free slot for frame {frame.k} of drafter{frame.drafter}")
-        slot = sender.slot()
         sentinel.phase("forward", limit)
+        slot = sender.slot()
         begun = time.perf_counter()
         problem = fill(slot, frame, job, extractor, cache)
         sender.clock.add("forward", time.perf_counter() - begun)
@@ -77,6 +77,10 @@ def run_target(cast: Cast, job: Job, sentinel: Sentinel) -> None:
         sender.submit(slot, frame, finite(job.layout.view(slot, frame.number)), problem)
         seconds = {**sender.clock.seconds, "elapsed": time.perf_counter() - start}
         clock.set(f"clock/{cast.place.role_rank}", json.dumps(seconds))
+        if decodes:
+            # Before the next claim: a frame that is claimed is waited for.
+            answering.pending()
+        sentinel.wait("a free slot")
     sentinel.wait("the last frames to be taken")
     sender.finish()
     if decodes:

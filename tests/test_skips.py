@@ -1,0 +1,95 @@
+"""A micro-batch that cannot be used is left out by all, counted and named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_mp.features import FeatureBatch
+from dflash_mp.roles.step import SkippedTooMany, Skips
+from dflash_mp.roles.target import fill_in_parts, finite
+
+
+def packed(lengths: list[int], padding: int = 2) -> FeatureBatch:
+    """A row of documents of these lengths, hidden states still zero."""
+    documents = [number for number, length in enumerate(lengths) for _ in range(length)]
+    ids = torch.tensor(documents + [-1] * padding, dtype=torch.int32)
+    zeros = torch.zeros_like(ids)
+    return FeatureBatch(7, zeros, zeros, ids, zeros.to(torch.uint8), torch.zeros(len(ids), 3))
+
+
+class Cramped:
+    """An extractor that runs out of memory above ``limit`` tokens."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.sizes: list[int] = []
+
+    def fill(self, frame: FeatureBatch) -> None:
+        tokens = int((frame.document_ids >= 0).sum())
+        if tokens > self.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.sizes.append(tokens)
+        frame.hidden_states[:tokens] = frame.document_ids[:tokens, None].float() + 1
+
+
+def test_a_batch_that_does_not_fit_is_filled_in_parts() -> None:
+    batch, cramped = packed([3, 5, 2, 4, 1]), Cramped(6)
+    assert fill_in_parts(cramped, batch)
+    assert sum(cramped.sizes) == 15
+    assert max(cramped.sizes) <= 6
+    expected = (batch.document_ids.float() + 1).clamp(min=0)
+    assert torch.equal(batch.hidden_states[:, 0], expected)
+
+
+def test_a_document_that_does_not_fit_alone_is_given_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert not fill_in_parts(Cramped(4), packed([3, 5, 2]))
+    assert "out of memory on 1 documents at once" in caplog.text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_value_that_is_not_finite_is_seen(value: float) -> None:
+    batch = packed([40])
+    assert bool(finite(batch))
+    batch.hidden_states[31, 2] = value
+    assert not bool(finite(batch))
+
+
+def test_a_run_of_skips_ends_the_job_and_a_good_batch_breaks_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    skips = Skips(3)
+    assert [skips.note(n, "x") for n in (1, 2)] == [True, True]
+    assert not skips.note(3, "")
+    assert [skips.note(n, "x") for n in (4, 5)] == [True, True]
+    with pytest.raises(SkippedTooMany, match=r"3 micro-batches in a row.*the last one, 6"):
+        skips.note(6, "its loss is nan")
+    assert "micro-batch 4 is skipped: x" in caplog.text
+
+
+@pytest.mark.distributed
+def test_bad_features_and_a_bad_loss_leave_out_the_same(
+    launch: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By two ways, on a target and on a drafter: as if the micro-batch were not there."""
+    script = Path(__file__).parent / "unusable_batch.py"
+    weights = {}
+    for kind in ("features", "loss"):
+        monkeypatch.setenv("UNUSABLE", kind)
+        folder = tmp_path / kind
+        result = launch(2, f"output_dir={folder}", script=script, timeout=240)
+        assert result.returncode == 0, result.stderr[-3000:]
+        assert "micro-batch 3 is skipped" in result.stdout + result.stderr
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [row["train/skipped"] for row in rows if "train/skipped" in row] == [0, 1, 0, 0]
+        (last,) = sorted((folder / "checkpoints").glob("step-*"))[-1:]
+        weights[kind] = load_file(last / "model.safetensors")
+    assert all(torch.isfinite(value).all() for value in weights["loss"].values())
+    assert all(
+        torch.equal(value, weights["loss"][name]) for name, value in weights["features"].items()
+    )
