@@ -115,7 +115,7 @@ def test_what_may_change_does_not_matter(tmp_path: Path) -> None:
     path = state(tmp_path, 2, configure())
     changed = [
         *("optim.lr=1", "schedule=wsd", "steps=77", "epochs=3", "log_interval=1", "trackers=[]"),
-        *("evaluate.interval=1", "checkpoint.keep=9", "wire.slots=1", "wire.timeout_s=7"),
+        *("evaluate.interval=1", "checkpoint.keep=9", "wire.slots=1", "wire.timeout_s=7000"),
         *("topology.targets=7", "threads=3", "run_name=other", "failure.beat_s=3"),
         *("data.cache_dir=/elsewhere", "data.train=/elsewhere.jsonl"),
     ]
