@@ -70,7 +70,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Cast:
-    """A rank's place together with what it needs to play its part."""
+    """A rank's place together with what it needs to play its part.
+
+    ``store`` is for the main thread only: whoever waits holds the connection.
+    """
 
     place: Place
     device: torch.device
@@ -78,7 +81,7 @@ class Cast:
     launcher: "LauncherStore"
 
     def client(self) -> dist.Store:
-        """A connection of one's own to the store: a blocking wait holds its client."""
+        """A connection of its own for another thread, or for a process group and its threads."""
         return connection(self.store)
 
 
@@ -214,7 +217,7 @@ def enter(mine: Place, launcher: LauncherStore, threads: int | None) -> Iterator
     # Collective of this role's ranks only.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"world/{mine.role}", store),
+        store=dist.PrefixStore(f"world/{mine.role}", connection(store)),
         rank=mine.role_rank,
         world_size=mine.role_size,
         timeout=ROLE_TIMEOUT,

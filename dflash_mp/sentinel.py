@@ -82,7 +82,10 @@ class Phase:
 
 
 class Sentinel:
-    """One rank's watch over itself and the others, from ``guard`` to ``bye``."""
+    """One rank's watch over itself and the others, from ``guard`` to ``bye``.
+
+    ``store`` is the main thread's; the sentinel's threads have connections of their own.
+    """
 
     def __init__(self, place: Place, store: dist.Store, limits: FailureConfig) -> None:
         self.place, self.limits = place, limits
@@ -90,7 +93,7 @@ class Sentinel:
         self.stop_reason: str | None = None
         """Set when the job was asked to stop: save, then call ``stopped``."""
         self._phase = Phase("start", limits.setup_s, False, time.monotonic(), 0)
-        self._store = connection(store)
+        self._store = store
         self._verdicts = connection(store)
         self._peers = Peers(connection(store), place, self.hello)
         self._main = threading.main_thread().ident or 0

@@ -30,7 +30,7 @@ class Decoding:
         self.max_new_tokens = job.config.evaluate.max_new_tokens
         self.folder = job.folder / "decode"
         self.tracker = tracker
-        self.asking = Asking(cast.client(), cast.place.targets_per_node, ANSWER_TIMEOUT)
+        self.asking = Asking(cast.store, cast.place.targets_per_node, ANSWER_TIMEOUT)
         self.summaries: dict[int, dict[str, Any]] = {}
         if self.active and self.prompts and job.start.step:
             self._continue(job.start.step)

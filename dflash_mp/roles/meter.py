@@ -23,7 +23,7 @@ class Meter:
     """Adds up the counts of steps between two log lines, without waiting for the device."""
 
     def __init__(self, cast: Cast, job: Job, receiver: Receiver) -> None:
-        self.store = cast.client()
+        self.store = cast.store
         self.targets = range(cast.place.targets_per_node)
         self.main = cast.place.is_main
         self.per_step = job.config.micro_batches_per_step

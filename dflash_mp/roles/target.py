@@ -60,8 +60,7 @@ def run_target(cast: Cast, job: Job, sentinel: Sentinel) -> None:
     make_sender = ElasticSender if config.topology.elastic else Sender
     sender = make_sender(cast, job.plan, job.layout, config.wire.slots, edges, timeout)
     decode = decode_share(cast, job, model, sentinel)
-    answering = Answering(cast.client(), cast.place.role_rank, decode)
-    clock = cast.client()
+    answering = Answering(cast.store, cast.place.role_rank, decode)
     decodes = cast.place.node == 0
 
     # The first forward may compile.
@@ -76,7 +75,7 @@ def run_target(cast: Cast, job: Job, sentinel: Sentinel) -> None:
         limit = limits.step_s
         sender.submit(slot, frame, finite(job.layout.view(slot, frame.number)), problem)
         seconds = {**sender.clock.seconds, "elapsed": time.perf_counter() - start}
-        clock.set(f"clock/{cast.place.role_rank}", json.dumps(seconds))
+        cast.store.set(f"clock/{cast.place.role_rank}", json.dumps(seconds))
         if decodes:
             # Before the next claim: a frame that is claimed is waited for.
             answering.pending()

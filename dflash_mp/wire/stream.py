@@ -105,6 +105,7 @@ def open_edges(cast: Cast, timeout: timedelta) -> dict[int, Edge]:
     place = cast.place
     mine = place.role_rank
     edges = {}
+    store = cast.client()
     first_target = place.node * place.targets_per_node
     first_drafter = place.node * place.drafters_per_node
     for target in range(first_target, first_target + place.targets_per_node):
@@ -113,7 +114,7 @@ def open_edges(cast: Cast, timeout: timedelta) -> dict[int, Edge]:
             if mine != (target if is_target else drafter):
                 continue
             end = TARGET_END if is_target else DRAFTER_END
-            edge = Edge(target, drafter, end, cast.store, cast.device, timeout)
+            edge = Edge(target, drafter, end, store, cast.device, timeout)
             edge.warm()
             edges[drafter if is_target else target] = edge
     return edges
@@ -172,7 +173,7 @@ class Sender:
         self.place, self.plan, self.layout, self.credit = cast.place, plan, layout, slots
         self.edges, self.timeout = edges, timeout
         self.clock = Clock()
-        self._claims = cast.client()
+        self._claims = cast.store
         self._store = cast.client()
         self._outbox: queue.Queue[Outgoing | None] = queue.Queue()
         self._free: queue.Queue = queue.Queue()

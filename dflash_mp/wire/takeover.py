@@ -141,7 +141,7 @@ class ElasticSender(Sender):
     ) -> None:
         super().__init__(cast, plan, layout, slots, edges, timeout)
         self._spare = layout.allocate(cast.device)
-        self._requests = cast.client()
+        self._requests = cast.store
         self._seen = 0
         self._attempt = 0
 
