@@ -1,0 +1,119 @@
+"""One rank of a training: what all ranks do together before each plays its role.
+
+The launcher's environment says which role that is.
+"""
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+from tqdm import tqdm
+
+from dflash_mp.cast import TARGET, Cast, agree, enter, launcher_store, place_from_environment
+from dflash_mp.checkpoint import Start
+from dflash_mp.config import TrainConfig, cache_dir
+from dflash_mp.data.corpus import check_data, load_prepared, prepare
+from dflash_mp.data.summary import summary_lines
+from dflash_mp.drafter.hf_config import config_json
+from dflash_mp.drafter.mask_token import pick_mask_token
+from dflash_mp.drafter.step import describe_objective
+from dflash_mp.job import Job, drafter_config
+from dflash_mp.published import adopt_shape, naming_source
+from dflash_mp.resume import refuse_other_data
+from dflash_mp.roles.drafter import run_drafter
+from dflash_mp.roles.target import run_target
+from dflash_mp.run_folder import claim_folder
+from dflash_mp.sentinel import UNLIMITED, guard
+from dflash_mp.target.model import check_target, load_config, load_tokenizer
+from dflash_mp.tracking import check_trackers
+
+log = logging.getLogger(__name__)
+
+
+def play(config: TrainConfig, hydra_folder: Path) -> None:
+    """Play this rank's part in the run that ``config`` describes."""
+    folder = Path(config.output_dir) if config.output_dir else hydra_folder
+    mine = place_from_environment(config.topology)
+    check_data(config.data)
+    check_trackers(config.trackers)
+    check_target(config.target)
+    config = adopt_shape(config)
+    # Its own is a semaphore of the system, which a process that ends at once would leave behind.
+    tqdm.set_lock(threading.RLock())
+    launcher = launcher_store(str(folder.resolve()))
+    with (
+        guard(mine, launcher.this_attempt(), config.failure) as sentinel,
+        enter(mine, launcher, config.threads) as cast,
+    ):
+        if config.topology.elastic:
+            # For the launcher, which decides what becomes of a job that has lost a rank.
+            cast.store.set("elastic", "")
+        if mine.rank == 0:
+            sentinel.phase("prepare", UNLIMITED)
+        else:
+            sentinel.wait("rank 0, which prepares")
+        job = make_job(cast, config, folder, begin(cast, config, folder))
+        # Every rank's log has it; on the console it is rank 0's.
+        block_size = job.drafter_config.block_size
+        log.info("objective: %s", describe_objective(config.loss, block_size))
+        if mine.role == TARGET:
+            run_target(cast, job, sentinel)
+        else:
+            run_drafter(cast, job, sentinel)
+        sentinel.bye()
+
+
+def begin(cast: Cast, config: TrainConfig, folder: Path) -> Start:
+    """Claim the run folder on rank 0; every rank learns where the run begins."""
+
+    def claim() -> str:
+        start = claim_folder(folder, config, cast.launcher.restarted)
+        cast.launcher.claimed()
+        path = start.checkpoint
+        return json.dumps([path and str(path.resolve()), start.step, start.batches])
+
+    path, step, batches = json.loads(agree(cast, "folder", claim))
+    return Start(path and Path(path), step, batches)
+
+
+def make_job(cast: Cast, config: TrainConfig, folder: Path, start: Start) -> Job:
+    """Prepare the data on rank 0, then build the same job on every rank."""
+    target_config = load_config(config.target)
+    # Refused before any tokenizing: layer ids that the target does not have.
+    drafter_config(
+        config,
+        target_config,
+        0 if config.drafter.mask_token_id is None else config.drafter.mask_token_id,
+    )
+
+    def prepare_data() -> str:
+        tokenizer = load_tokenizer(config.target)
+        with naming_source(config):
+            mask_token_id = pick_mask_token(tokenizer, target_config, config.drafter.mask_token_id)
+        prepared = prepare(config.data, tokenizer, mask_token_id, data_cache(config))
+        (folder / "data.json").write_text(json.dumps(prepared.summary, indent=2) + "\n")
+        for line in summary_lines(prepared.summary):
+            log.info("%s", line)
+        return json.dumps([mask_token_id, str(prepared.folder)])
+
+    mask_token_id, data_folder = json.loads(agree(cast, "data", prepare_data))
+    job = Job(
+        config=config,
+        folder=folder,
+        place=cast.place,
+        target_config=target_config,
+        drafter_config=drafter_config(config, target_config, mask_token_id),
+        prepared=load_prepared(Path(data_folder)),
+        start=start,
+    )
+    if start.checkpoint is not None:
+        shape = config_json(job.drafter_config)
+        refuse_other_data(start.checkpoint, job.prepared.folder.name, shape)
+    return job
+
+
+def data_cache(config: TrainConfig) -> Path:
+    """Where prepared data is kept between runs."""
+    chosen = config.data.cache_dir
+    return Path(chosen).expanduser() if chosen else cache_dir() / "data"
