@@ -65,6 +65,7 @@ class DrafterConfig:
     anchors_per_batch: int = MISSING
     attention: str = MISSING
     precision: str = MISSING
+    compile: str | None = MISSING
 
     def __post_init__(self) -> None:
         require(self.layers >= 1, f"drafter.layers={self.layers}: must be at least 1")
@@ -87,6 +88,8 @@ class DrafterConfig:
         require(self.anchors_per_batch >= 1, "drafter.anchors_per_batch must be at least 1")
         one_of("drafter.attention", self.attention, ("auto", "sdpa", "flex", "eager"))
         one_of("drafter.precision", self.precision, ("auto", "float32", "bfloat16"))
+        if self.compile is not None:
+            one_of("drafter.compile", self.compile, ("inductor", "aot_eager"))
 
 
 @dataclass
@@ -206,6 +209,14 @@ class EvaluateConfig:
 
 
 @dataclass
+class RaceConfig:
+    """For ``isolation=threads`` only."""
+
+    treatment: str = MISSING
+    i_know: bool = MISSING
+
+
+@dataclass
 class TrainConfig:
     """The root of ``conf/train.yaml``."""
 
@@ -221,8 +232,10 @@ class TrainConfig:
     evaluate: EvaluateConfig = MISSING
     checkpoint: CheckpointConfig = MISSING
     failure: FailureConfig = MISSING
+    race: RaceConfig = MISSING
     # No section of its own: "from" cannot be the name of a field.
     init: dict[str, str | None] = MISSING
+    isolation: str = MISSING
     run_name: str = MISSING
     output_dir: str | None = MISSING
     overwrite: bool = MISSING
@@ -243,6 +256,12 @@ class TrainConfig:
         require(self.seed >= 0, f"seed={self.seed}: must not be negative")
         require(
             self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1"
+        )
+        one_of("isolation", self.isolation, ("processes", "threads"))
+        require(
+            self.isolation == "threads" or self.race.treatment == "none",
+            f"race.treatment={self.race.treatment} treats threads; with isolation=processes "
+            "nothing in torch is touched",
         )
         for key in self.init:
             one_of("init", key, ("from", "revision"))

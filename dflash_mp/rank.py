@@ -12,9 +12,10 @@ from tqdm import tqdm
 
 from dflash_mp.cast import TARGET, Cast, agree, enter, launcher_store, place_from_environment
 from dflash_mp.checkpoint import Start
-from dflash_mp.config import TrainConfig, cache_dir
+from dflash_mp.config import TrainConfig, cache_dir, require
 from dflash_mp.data.corpus import check_data, load_prepared, prepare
 from dflash_mp.data.summary import summary_lines
+from dflash_mp.diagnostics.untouched import patched_torch_names
 from dflash_mp.drafter.hf_config import config_json
 from dflash_mp.drafter.mask_token import pick_mask_token
 from dflash_mp.drafter.step import describe_objective
@@ -22,6 +23,7 @@ from dflash_mp.job import Job, drafter_config
 from dflash_mp.published import adopt_shape, naming_source
 from dflash_mp.resume import refuse_other_data
 from dflash_mp.roles.drafter import run_drafter
+from dflash_mp.roles.means import PROCESSES
 from dflash_mp.roles.target import run_target
 from dflash_mp.run_folder import claim_folder
 from dflash_mp.sentinel import UNLIMITED, guard
@@ -33,14 +35,9 @@ log = logging.getLogger(__name__)
 
 def play(config: TrainConfig, hydra_folder: Path) -> None:
     """Play this rank's part in the run that ``config`` describes."""
-    folder = Path(config.output_dir) if config.output_dir else hydra_folder
+    refuse_patched_torch()
     mine = place_from_environment(config.topology)
-    check_data(config.data)
-    check_trackers(config.trackers)
-    check_target(config.target)
-    config = adopt_shape(config)
-    # Its own is a semaphore of the system, which a process that ends at once would leave behind.
-    tqdm.set_lock(threading.RLock())
+    folder, config = check(config, hydra_folder)
     launcher = launcher_store(str(folder.resolve()))
     with (
         guard(mine, launcher.this_attempt(), config.failure) as sentinel,
@@ -58,10 +55,30 @@ def play(config: TrainConfig, hydra_folder: Path) -> None:
         block_size = job.drafter_config.block_size
         log.info("objective: %s", describe_objective(config.loss, block_size))
         if mine.role == TARGET:
-            run_target(cast, job, sentinel)
+            run_target(cast, job, sentinel, PROCESSES)
         else:
-            run_drafter(cast, job, sentinel)
+            run_drafter(cast, job, sentinel, PROCESSES)
         sentinel.bye()
+
+
+def refuse_patched_torch() -> None:
+    """With processes there is nothing to patch in torch; whatever did so was loaded before."""
+    patched = patched_torch_names()
+    require(
+        not patched,
+        f"something has replaced {', '.join(patched)} in this process: isolation=processes needs "
+        "torch as it was installed; look for what patches it at import (sitecustomize, a plugin)",
+    )
+
+
+def check(config: TrainConfig, hydra_folder: Path) -> tuple[Path, TrainConfig]:
+    """Refuse what can be seen before anything is loaded; the run folder and what to train."""
+    check_data(config.data)
+    check_trackers(config.trackers)
+    check_target(config.target)
+    # Its own is a semaphore of the system, which a process that ends at once would leave behind.
+    tqdm.set_lock(threading.RLock())
+    return Path(config.output_dir) if config.output_dir else hydra_folder, adopt_shape(config)
 
 
 def begin(cast: Cast, config: TrainConfig, folder: Path) -> Start:

@@ -145,6 +145,8 @@ def command_line() -> list[str]:
 
     Needs the launcher's environment: the ranks of a node, and which launcher it was.
     """
+    if "RANK" not in os.environ:
+        return ["python", "-m", "dflash_mp.train", *sys.argv[1:]]
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if os.environ.get("TORCHELASTIC_RUN_ID") == "spawn":
         return ["python", "-m", "launch.spawn", "--nproc", ranks, *sys.argv[1:]]

@@ -17,7 +17,10 @@ def main() -> None:
 def train(config: TrainConfig, hydra_folder: Path) -> None:
     """Play this rank's part in the run that ``config`` describes."""
     # Only now: a mistake in the configuration is said before torch is loaded, at once.
-    from dflash_mp.rank import play
+    if config.isolation == "threads":
+        from dflash_mp.threads.play import play
+    else:
+        from dflash_mp.rank import play
 
     play(config, hydra_folder)
 

@@ -204,8 +204,10 @@ def finish(verdict: Verdict | None, processes: list[BaseProcess], asked: bool) -
     """Print the cause of a bad end as the last lines, and choose the exit code."""
     codes = [process.exitcode or 0 for process in processes]
     if verdict is None:
-        if USER_ERROR not in codes:
-            sys.stderr.write(f"launch.spawn: {describe(codes)}\n")
+        if USER_ERROR in codes:
+            # Said before there was a job; a rank that was slower to find it has had a SIGTERM.
+            return USER_ERROR
+        sys.stderr.write(f"launch.spawn: {describe(codes)}\n")
         return STOPPED if asked else max(128 - code if code < 0 else code for code in codes)
     if verdict.kind == FAILURE:
         sys.stderr.write(f"launch.spawn: {describe(codes)}\n{verdict.text}")

@@ -46,7 +46,8 @@ def launch(tiny_target: Path, conversations: Path, heldout: Path, tmp_path: Path
 
     ``launch(ranks, *overrides, spawn=False, script=None, timeout=120, wait=True)`` returns the
     finished launcher (the running one without ``wait``) with its output as text. ``script``
-    replaces ``-m dflash_mp.train``. The run folder is ``tmp_path / "run"`` unless given.
+    replaces ``-m dflash_mp.train``; no ``ranks`` means no launcher. The run folder is
+    ``tmp_path / "run"`` unless given.
     """
     defaults = [
         f"target.name={tiny_target}",
@@ -83,11 +84,11 @@ def launch(tiny_target: Path, conversations: Path, heldout: Path, tmp_path: Path
         keys = {override.split("=")[0] for override in overrides}
         arguments = [d for d in defaults if d.split("=")[0] not in keys] + list(overrides)
         program = ["-m", "dflash_mp.train"] if script is None else [str(script)]
-        command = (
-            [sys.executable, "-m", "launch.spawn", "--nproc", str(ranks)]
-            if spawn
-            else [sys.executable, *TORCHRUN, "--nproc_per_node", str(ranks), *program]
-        )
+        command = [sys.executable, *TORCHRUN, "--nproc_per_node", str(ranks), *program]
+        if spawn:
+            command = [sys.executable, "-m", "launch.spawn", "--nproc", str(ranks)]
+        if not ranks:
+            command = [sys.executable, *program]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         if not wait:
             return subprocess.Popen(command + arguments, **pipes)

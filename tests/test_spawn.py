@@ -97,4 +97,4 @@ def test_exit_codes(store: dist.Store, capsys: pytest.CaptureFixture) -> None:
     assert finish(cause, killed, asked=False) == 137
     stopped = Verdict(**asdict(cause) | {"kind": "stop"})
     assert finish(stopped, ended, asked=True) == 75
-    assert finish(None, [process(0, 2), process(1, 2)], asked=False) == 2
+    assert finish(None, [process(0, 2), process(1, -15)], asked=False) == 2

@@ -24,17 +24,17 @@ from dflash_mp.job import Job
 from dflash_mp.metrics import BlockCounts, empty_counts, unpack_counts
 from dflash_mp.resume import CHECKPOINTS, refuse_other_target
 from dflash_mp.roles.decoding import Decoding
+from dflash_mp.roles.means import Means
 from dflash_mp.roles.meter import Meter
 from dflash_mp.roles.results import export_facts, write_results
-from dflash_mp.roles.setup import frozen_head, make_accelerator, make_learner, untrained
-from dflash_mp.roles.step import StopVote, due, kept, take, train_step, warm_up, watched
+from dflash_mp.roles.setup import frozen_head, make_learner, untrained
+from dflash_mp.roles.step import due, kept, take, train_step, warm_up, watched
 from dflash_mp.roles.target import TARGET_FINGERPRINT
 from dflash_mp.sentinel import Sentinel
 from dflash_mp.simulate import simulate
 from dflash_mp.target.model import target_dtype
 from dflash_mp.tracking import Tracker, run_facts
 from dflash_mp.wire.receiver import Receiver
-from dflash_mp.wire.stream import open_edges
 from dflash_mp.wire.takeover import Debts
 
 log = logging.getLogger(__name__)
@@ -42,13 +42,13 @@ log = logging.getLogger(__name__)
 TARGET_LOADS = timedelta(days=1)
 
 
-def run_drafter(cast: Cast, job: Job, sentinel: Sentinel) -> None:
+def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
     """Play the drafter's part from the initial or restored weights to the export."""
     config, start, steps = job.config, job.start, job.plan.steps
     timeout = timedelta(seconds=config.wire.timeout_s)
     limits = config.failure
     sentinel.phase("load the drafter", limits.setup_s)
-    accelerator = make_accelerator(cast, config, job.folder)
+    accelerator = means.make_accelerator(cast, config, job.folder)
     model = untrained(job, cast.device)
     sentinel.wait("the target to be loaded")
     writer = make_writer(cast, job)
@@ -63,7 +63,7 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel) -> None:
     warm_up(learner, job)
 
     sentinel.wait("the edges")
-    edges = open_edges(cast, timeout)
+    edges = means.open_edges(cast, timeout)
     debts = Debts(cast, job.plan, timeout) if config.topology.elastic else None
     receiver = Receiver(cast, job.plan, job.layout, config.wire.slots, edges, timeout, debts)
     frames = watched(iter(receiver), job.plan, cast.place.role_rank, sentinel)
@@ -72,7 +72,7 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel) -> None:
     meter = Meter(cast, job, receiver)
     if start.checkpoint is not None:
         meter.restore(checkpoint.read_state(start.checkpoint)["meter"])
-    vote = StopVote(sentinel)
+    vote = means.make_vote(sentinel)
     if cast.place.is_main:
         sentinel.training(True)
     for step in range(start.step + 1, steps + 1):

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from torch import nn
 
 from dflash_mp import checkpoint
 from dflash_mp.cast import Cast
@@ -72,7 +73,16 @@ def untrained(job: Job, device: torch.device) -> DFlashDraftModel:
     model = DFlashDraftModel(job.drafter_config, attention_backend(job.config, device))
     if not set_initial_weights(model, job.config):
         model.init_weights(job.config.seed)
+    if job.config.drafter.compile is not None:
+        for mlp in mlps(model):
+            # Its number of rows is that of the micro-batch.
+            mlp.compile(backend=job.config.drafter.compile, dynamic=True)
     return model.to(device)
+
+
+def mlps(model: DFlashDraftModel) -> list[nn.Module]:
+    """What ``drafter.compile`` is about: the part of each layer that works row by row."""
+    return [module for name, module in model.named_modules() if name.endswith(".mlp")]
 
 
 def make_learner(accelerator: Accelerator, model: DFlashDraftModel, job: Job) -> Learner:

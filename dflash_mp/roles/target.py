@@ -22,13 +22,14 @@ from dflash_mp.data.packing import PackedBatch
 from dflash_mp.drafter.checkpoint_format import load_drafter
 from dflash_mp.features import FeatureBatch
 from dflash_mp.job import Job
+from dflash_mp.roles.means import Means
 from dflash_mp.roles.requests import Answering
 from dflash_mp.sentinel import Sentinel
 from dflash_mp.speculate import DecodeSettings
 from dflash_mp.target.frame_cache import MEMORY, FrameCache, fingerprint
 from dflash_mp.target.model import FeatureExtractor, load_target
 from dflash_mp.wire.plan import Frame, Kind
-from dflash_mp.wire.stream import Sender, open_edges
+from dflash_mp.wire.stream import Sender
 from dflash_mp.wire.takeover import ElasticSender
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ SAMPLED = 64
 """Values of each parameter in a fingerprint."""
 
 
-def run_target(cast: Cast, job: Job, sentinel: Sentinel) -> None:
+def run_target(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
     """Play the target's part from loading the model to the last request for decoding."""
     config, limits = job.config, job.config.failure
     timeout = timedelta(seconds=config.wire.timeout_s)
@@ -54,9 +55,9 @@ def run_target(cast: Cast, job: Job, sentinel: Sentinel) -> None:
         type(model).__name__,
         "packed in one row" if extractor.packs else "in padded rows of their own",
     )
-    cache = open_frame_cache(cast, job, weights_fingerprint(model))
     sentinel.wait("the edges")
-    edges = open_edges(cast, timeout)
+    cache = open_frame_cache(cast, job, weights_fingerprint(model))
+    edges = means.open_edges(cast, timeout)
     make_sender = ElasticSender if config.topology.elastic else Sender
     sender = make_sender(cast, job.plan, job.layout, config.wire.slots, edges, timeout)
     decode = decode_share(cast, job, model, sentinel)
