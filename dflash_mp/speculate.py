@@ -54,14 +54,16 @@ class Decoded:
 
     ``tokens`` starts with the token of the prefill and ends with the stop token, if one came. The
     lists have one entry per cycle (target forward after the prefill): tokens committed, drafted
-    tokens among them, drafted tokens that were put to the test. ``1 + sum(committed)`` is
-    ``len(tokens)``. ``decode_seconds`` leaves the prefill out.
+    tokens among them, drafted tokens that were put to the test, and the tokens that were drafted
+    for the target to verify. ``1 + sum(committed)`` is ``len(tokens)``. ``decode_seconds`` leaves
+    the prefill out.
     """
 
     tokens: list[int]
     committed: list[int]
     accepted: list[int]
     proposed: list[int]
+    drafted: list[list[int]]
     prefill_seconds: float
     decode_seconds: float
 
@@ -166,6 +168,7 @@ def speculative_decode(
     committed: list[int] = []
     accepted: list[int] = []
     proposed: list[int] = []
+    drafted: list[list[int]] = []
     while (left := settings.max_new_tokens - len(tokens)) and tokens[-1] not in settings.stop_ids:
         mask_token_id = config.dflash_config["mask_token_id"]
         block = torch.full((block_size,), mask_token_id, device=device)  # [B]
@@ -184,11 +187,18 @@ def speculative_decode(
         features = features[: len(new)]
         tokens += new
         committed.append(len(new))
+        drafted.append(block[1:width].tolist())
         accepted.append(min(matches, len(new)))
         # Behind a stop token that was drafted and accepted nothing counts as put to the test.
         proposed.append(width - 1 if len(new) > matches else len(new))
     return Decoded(
-        tokens, committed, accepted, proposed, prefilled - started, _now(device) - prefilled
+        tokens,
+        committed,
+        accepted,
+        proposed,
+        drafted,
+        prefilled - started,
+        _now(device) - prefilled,
     )
 
 
@@ -214,6 +224,7 @@ def plain_decode(
         [1] * cycles,
         [0] * cycles,
         [0] * cycles,
+        [[] for _ in range(cycles)],
         prefilled - started,
         _now(device) - prefilled,
     )

@@ -24,6 +24,7 @@ from dflash_mp.job import Job
 from dflash_mp.metrics import BlockCounts, empty_counts, unpack_counts
 from dflash_mp.resume import CHECKPOINTS, refuse_other_target
 from dflash_mp.roles.decoding import Decoding
+from dflash_mp.roles.live_report import LiveReport
 from dflash_mp.roles.means import Means
 from dflash_mp.roles.meter import Meter
 from dflash_mp.roles.results import export_facts, write_results
@@ -72,12 +73,12 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
     meter = Meter(cast, job, receiver)
     if start.checkpoint is not None:
         meter.restore(checkpoint.read_state(start.checkpoint)["meter"])
-    vote = means.make_vote(sentinel)
+    vote, page = means.make_vote(sentinel), LiveReport(job.folder, cast.place.is_main)
     if cast.place.is_main:
         sentinel.training(True)
     for step in range(start.step + 1, steps + 1):
         sentinel.phase("step")
-        meter.add(train_step(learner, frames, job, sentinel))
+        meter.add(lambda: train_step(learner, frames, job, sentinel))
 
         # Once in a while, all drafters: walk over the held-out text.
         values: dict[str, float] = {}
@@ -88,6 +89,7 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
             with accelerator.autocast():
                 counted = evaluate_heldout(accelerator, model, learner.head, heldout, job, sentinel)
             values |= heldout_values(counted)
+            page.walked(step, counted)
             meter.acceptance = values["eval/acceptance_length"]
         # Once in a while, the main drafter: log, save, ask the targets to decode.
         if due(step, config.log_interval, last):
@@ -100,6 +102,7 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
         if not last and due(step, config.evaluate.decode_interval, last):
             decoding.ask(model, step)
         decoding.collect(wait=False)
+        page.update(stopping, last)
         if stopping:
             leave_early(sentinel, writer, tracker, step)
 
@@ -107,6 +110,7 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
         sentinel.training(False)
         writer.close()
     finish(accelerator, job, model, heldout, decoding, tracker, sentinel)
+    page.write()
     for edge in edges.values():
         edge.close()
 

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,13 +33,17 @@ class Meter:
         self.steps = 0
         self.since = time.perf_counter()
         self.waited = self._waited()
+        self.training = 0.0
+        self.clocks: dict[str, float] = {}
         self.latest: dict[str, float] = {}
         self.acceptance: float | None = None
 
-    def add(self, counts: Tensor) -> None:
-        """Add a step's ``[7]`` counts (see ``train_step``)."""
-        self.counts += counts
+    def add(self, step: Callable[[], Tensor]) -> None:
+        """Do a step and add its time and its ``[7]`` counts (see ``train_step``)."""
+        begun = time.perf_counter()
+        self.counts += step()
         self.steps += 1
+        self.training += time.perf_counter() - begun
 
     def state(self) -> dict[str, Any]:
         """What is added up since the last ``values``, for a checkpoint; waits for the device."""
@@ -79,11 +84,11 @@ class Meter:
             "perf/supervised_per_s": supervised / seconds,
             "perf/steps_per_s": self.steps / seconds,
             "perf/drafter_wait": (waited - self.waited) / seconds,
+            "perf/drafter_train": (self.training - (waited - self.waited)) / seconds,
+            **self._target_shares(),
         }
-        if (share := self._target_wait()) is not None:
-            self.latest["perf/target_wait"] = share
         self.counts.zero_()
-        self.steps, self.since, self.waited = 0, now, waited
+        self.steps, self.since, self.waited, self.training = 0, now, waited, 0.0
         return dict(self.latest)
 
     def shown(self) -> dict[str, str]:
@@ -103,11 +108,26 @@ class Meter:
     def _waited(self) -> float:
         return self.receiver.clock.seconds.get("recv_wait", 0.0)
 
-    def _target_wait(self) -> float | None:
-        """Share of time that this node's targets have waited for the wire since they started."""
+    def _target_shares(self) -> dict[str, float]:
+        """Shares of time of this node's targets since the last call; empty if none has moved.
+
+        Waiting is for the wire, forward is the model's, decode answers requests; a target's clock
+        is as of its last frame.
+        """
         keys = [f"clock/{target}" for target in self.targets]
         if not self.main or not self.store.check(keys):
-            return None
-        clocks = [json.loads(self.store.get(key)) for key in keys]
-        waited = sum(clock.get("send_wait", 0.0) for clock in clocks)
-        return waited / max(sum(clock["elapsed"] for clock in clocks), 1e-9)
+            return {}
+        read = [json.loads(self.store.get(key)) for key in keys]
+        total = {
+            name: sum(clock.get(name, 0.0) for clock in read)
+            for name in ("send_wait", "forward", "decode", "elapsed")
+        }
+        passed = {name: value - self.clocks.get(name, 0.0) for name, value in total.items()}
+        self.clocks = total
+        if not passed["elapsed"]:
+            return {}
+        return {
+            "perf/target_wait": passed["send_wait"] / passed["elapsed"],
+            "perf/target_forward": passed["forward"] / passed["elapsed"],
+            "perf/target_decode": passed["decode"] / passed["elapsed"],
+        }

@@ -7,6 +7,7 @@ from typing import Any
 from dflash_mp.acceptance import simulation_warning
 from dflash_mp.export_folder import add_facts
 from dflash_mp.job import Job
+from dflash_mp.report.page import REPORT
 from dflash_mp.tracking import plot, read_metrics
 
 CURVE_ROWS = 8
@@ -28,6 +29,7 @@ def write_results(job: Job, results: dict[str, Any]) -> None:
         f"checkpoints  {job.folder / 'checkpoints'}",
         f"export       {job.folder / 'export'}",
         f"plots        {', '.join(str(path) for path in plots)}",
+        f"report       {job.folder / REPORT}",
         f"results      {job.folder / 'results.json'}, {job.folder / 'metrics.jsonl'}",
         f"evaluate     python -m dflash_mp.evaluate drafter={job.folder / 'export'} "
         f"target.name={job.config.target.name} data.prompts=<file of conversations>",

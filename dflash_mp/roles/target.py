@@ -24,10 +24,11 @@ from dflash_mp.features import FeatureBatch
 from dflash_mp.job import Job
 from dflash_mp.roles.means import Means
 from dflash_mp.roles.requests import Answering
+from dflash_mp.roles.texts import SHOWN_PROMPTS, with_texts
 from dflash_mp.sentinel import Sentinel
 from dflash_mp.speculate import DecodeSettings
 from dflash_mp.target.frame_cache import MEMORY, FrameCache, fingerprint
-from dflash_mp.target.model import FeatureExtractor, load_target
+from dflash_mp.target.model import FeatureExtractor, load_target, load_tokenizer
 from dflash_mp.wire.plan import Frame, Kind
 from dflash_mp.wire.stream import Sender
 from dflash_mp.wire.takeover import ElasticSender
@@ -79,7 +80,9 @@ def run_target(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
         cast.store.set(f"clock/{cast.place.role_rank}", json.dumps(seconds))
         if decodes:
             # Before the next claim: a frame that is claimed is waited for.
+            begun = time.perf_counter()
             answering.pending()
+            sender.clock.add("decode", time.perf_counter() - begun)
         sentinel.wait("a free slot")
     sentinel.wait("the last frames to be taken")
     sender.finish()
@@ -201,8 +204,12 @@ def copy_tokens(batch: PackedBatch, features: FeatureBatch) -> None:
 def decode_share(
     cast: Cast, job: Job, model: PreTrainedModel, sentinel: Sentinel
 ) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
-    """The function that decodes this target's share of the held-out prompts for a request."""
+    """The function that decodes this target's share of the held-out prompts for a request.
+
+    The first few prompts come back with texts, for people to look at.
+    """
     targets = cast.place.targets_per_node
+    shown = set(job.decoded_documents[:SHOWN_PROMPTS])
 
     def answer(request: dict[str, Any]) -> list[dict[str, Any]]:
         sentinel.phase("decode", job.config.failure.save_s)
@@ -215,6 +222,12 @@ def decode_share(
             for number in job.decoded_documents[cast.place.role_rank : request["prompts"] : targets]
         ]
         results = evaluate_prompts(model, drafter, prompts, settings, plain=False)
+        if any(number in shown for number, _ in prompts):
+            tokenizer = load_tokenizer(job.config.target)
+            results = [
+                with_texts(row, prompt, tokenizer) if number in shown else row
+                for row, (number, prompt) in zip(results, prompts, strict=True)
+            ]
         sentinel.wait("requests to decode")
         return results
 
