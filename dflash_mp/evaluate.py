@@ -24,8 +24,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from dflash_mp import __version__
-from dflash_mp.acceptance import Row, check_pair, evaluate_prompts, merge_results
+from dflash_mp.acceptance import check_pair, evaluate_prompts
 from dflash_mp.acceptance_report import plot, table
+from dflash_mp.acceptance_summary import Row, merge_results
 from dflash_mp.cast import choose_device, connect
 from dflash_mp.command import run_command, say
 from dflash_mp.config import TargetConfig, UserError, require

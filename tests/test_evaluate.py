@@ -16,11 +16,11 @@ from dflash_mp.acceptance import (
     evaluate_prompts,
     head_of,
     largest_gap,
-    merge_results,
     simulation_warning,
     verdict,
 )
 from dflash_mp.acceptance_report import table
+from dflash_mp.acceptance_summary import merge_results
 from dflash_mp.config import UserError, config_dir, to_config
 from dflash_mp.drafter_source import spell_path
 from dflash_mp.evaluate import EvaluateRun, encode_prompts, evaluate, read_prompts

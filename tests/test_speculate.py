@@ -99,6 +99,22 @@ def test_stop_token_ends_the_text_wherever_it_falls_in_a_block():
         assert all(accepted <= proposed for accepted, proposed in pairs)
 
 
+def test_drafted_tokens_are_those_that_were_accepted_and_one_that_was_not():
+    prompt = golden_prompts()[0]
+    text = plain(prompt).tokens
+    for settings in ({}, {"stop_ids": (text[20],)}, {"max_new_tokens": 17}):
+        decoded = decode(prompt, **settings)
+        position = 1
+        cycles = zip(
+            decoded.drafted, decoded.committed, decoded.accepted, decoded.proposed, strict=True
+        )
+        for drafted, committed, accepted, proposed in cycles:
+            assert drafted[:accepted] == text[position : position + accepted]
+            assert accepted == proposed or drafted[accepted] != text[position + accepted]
+            assert proposed <= len(drafted) <= 7
+            position += committed
+
+
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
 def test_sampled_text_is_that_of_plain_sampling_with_the_same_seed(temperature):
     for seed in range(2):

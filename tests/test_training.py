@@ -1,5 +1,6 @@
 """Whole jobs of several processes on a tiny target: same weights whatever the topology."""
 
+import html
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -124,7 +125,18 @@ def test_a_run_leaves_what_it_promises(launch: Launch, tmp_path: Path) -> None:
     results = json.loads((folder / "results.json").read_text())
     assert results["decoded"]["same"] == results["decoded"]["prompts"] == 3
     assert results["decoded_before"]["acceptance_length"] >= 1.0
-    for word in ("acceptance length after training", "checkpoints", "export", "plots"):
+    last = [
+        json.loads(line) for line in (folder / "decode/step-000004.jsonl").read_text().splitlines()
+    ]
+    assert [len(row["drafted"]) for row in last] == [len(row["committed"]) for row in last]
+    page = (folder / "report.html").read_text()
+    for row in last:
+        assert html.escape(row["prompt_text"]) in page
+        assert all(str(token) in row["pieces"] for token in row["tokens"])
+    walked = json.loads((folder / "heldout.json").read_text())
+    assert walked["step"] == 4
+    assert sum(walked["histogram"]) == walked["cycles"] > 0
+    for word in ("acceptance length after training", "checkpoints", "export", "plots", "report"):
         assert word in result.stdout
     again = launch(3, spawn=True)
     assert again.returncode == 2

@@ -51,13 +51,13 @@ def decoded_prompt(row: dict[str, Any], unfolded: bool = False) -> Html:
 def _cycles(row: dict[str, Any]) -> Iterator[tuple[list[int], list[int], list[int]]]:
     """Of each block: tokens accepted, tokens rejected, and the target's own token, if it came.
 
-    It does not where a drafted token ended the text.
+    It does not where a drafted token ended the text; nothing behind that one was put to the test.
     """
     position = 1
-    counts = zip(row["committed"], row["accepted"], row["drafted"], strict=True)
-    for committed, accepted, drafted in counts:
+    lists = (row[key] for key in ("committed", "accepted", "proposed", "drafted"))
+    for committed, accepted, proposed, drafted in zip(*lists, strict=True):
         new = row["tokens"][position : position + committed]
-        yield drafted[:accepted], drafted[accepted:], new[accepted:]
+        yield drafted[:accepted], drafted[accepted:proposed], new[accepted:]
         position += committed
 
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from statistics import median
 from typing import Any
 
-from dflash_mp.acceptance import merge_results
+from dflash_mp.acceptance_summary import merge_results
 from dflash_mp.charts import Points, areas, bars, lines
 from dflash_mp.markup import Html, cell, code, table
 from dflash_mp.report.run_files import RunFiles, default_settings

@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from dflash_mp.acceptance import merge_results
+from dflash_mp.acceptance_summary import merge_results
 from dflash_mp.cast import Cast
 from dflash_mp.drafter.checkpoint_format import save_drafter
 from dflash_mp.drafter.model import DFlashDraftModel

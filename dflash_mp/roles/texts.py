@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_mp.acceptance import Row
+from dflash_mp.acceptance_summary import Row
 
 SHOWN_PROMPTS = 4
 """Held-out prompts that come with texts."""
