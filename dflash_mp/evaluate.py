@@ -20,7 +20,6 @@ import transformers
 from hydra.core.config_store import ConfigStore
 from jinja2 import TemplateError
 from omegaconf import MISSING
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from dflash_mp import __version__
@@ -36,6 +35,7 @@ from dflash_mp.data.sources import Dropped, read_rows, resolve_sources
 from dflash_mp.drafter.checkpoint_format import load_drafter, read_drafter_config
 from dflash_mp.drafter.hf_config import read_config
 from dflash_mp.drafter_source import DrafterSource, spell_path
+from dflash_mp.progress import progress_bar
 from dflash_mp.speculate import DecodeSettings
 from dflash_mp.target.model import load_config, load_target, load_tokenizer
 
@@ -115,7 +115,7 @@ def evaluate(config: EvaluateRun, folder: Path) -> None:
     )
     mine = list(enumerate(prompts))[rank::ranks]
     sizes = config.block_sizes or [drafter.config.block_size]
-    with tqdm(desc="decoding", total=len(mine) * len(sizes), disable=rank > 0) as bar:
+    with progress_bar(desc="decoding", total=len(mine) * len(sizes), disable=rank > 0) as bar:
         rows = evaluate_prompts(
             target, drafter, mine, settings, sizes, config.plain, lambda: bar.update() and None
         )

@@ -12,10 +12,10 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from tqdm import tqdm
 
 import dflash_mp
 from dflash_mp.config import require
+from dflash_mp.progress import progress_bar
 
 METRICS = "metrics.jsonl"
 
@@ -64,17 +64,7 @@ class Tracker:
         self.path = folder / METRICS
         before = keep_metrics(self.path, first_step, first_step == steps) if first_step else 0.0
         self.start = time.perf_counter() - before
-        # Short lines at an interval where nobody sees a bar move.
-        live = sys.stderr.isatty()
-        self.bar = tqdm(
-            total=steps,
-            initial=first_step,
-            unit="step",
-            desc="train",
-            dynamic_ncols=True,
-            mininterval=0.5 if live else 15,
-            file=sys.stderr,
-        )
+        self.bar = progress_bar(total=steps, initial=first_step, unit="step", desc="train")
 
     def show(self, step: int, shown: dict[str, str]) -> None:
         """Move the progress line to ``step``."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
-from tqdm import tqdm
 
 from dflash_mp.command import run_command, say
 from dflash_mp.config import TargetConfig, UserError, require
@@ -26,6 +25,7 @@ from dflash_mp.data.parts import Parts
 from dflash_mp.data.prompts import SIZES, prompt_rows
 from dflash_mp.data.responses import Respond, Sampling, local_respond, server_respond
 from dflash_mp.data.turns import answer_conversations, open_turns
+from dflash_mp.progress import progress_bar
 from dflash_mp.target.model import load_target, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ def answer_batches(
     """Answer what is not finished yet, writing after each batch; a progress bar if ``show``."""
     todo = [[i for i in batch if not parts.finished(i)] for batch in batches]
     total = sum(len(batch) for batch in batches)
-    bar = tqdm(
+    bar = progress_bar(
         desc="answering",
         total=total,
         initial=total - sum(len(batch) for batch in todo),

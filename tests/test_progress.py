@@ -1,0 +1,39 @@
+"""Progress in a log: whole lines, and only where it is time for one."""
+
+import io
+
+from dflash_mp.progress import ProgressLines, progress_bar
+
+
+def shown(**options: object) -> str:
+    log = io.StringIO()
+    with progress_bar(total=4, desc="train", unit="step", file=log, **options) as bar:
+        assert isinstance(bar, ProgressLines)
+        for number in range(1, 5):
+            bar.set_postfix({"loss": number}, refresh=False)
+            bar.update()
+    return log.getvalue()
+
+
+def test_every_state_is_a_line() -> None:
+    text = shown(mininterval=0)
+    assert "\r" not in text
+    assert text.endswith("]\n")
+    lines = text.splitlines()
+    assert all(line.startswith("train:") for line in lines)
+    assert [f"{n}/4" for n in (0, 1, 2, 3, 4, 4)] == [
+        next(word for word in line.split() if word.endswith("/4")) for line in lines
+    ]
+    assert "loss=4" in lines[-1]
+
+
+def test_first_and_last_are_shown_where_no_interval_ends() -> None:
+    lines = shown(mininterval=3600).splitlines()
+    assert len(lines) == 2
+    assert "0/4" in lines[0]
+    assert "4/4" in lines[1]
+
+
+def test_nothing_is_shown_of_a_bar_that_is_off_or_wiped() -> None:
+    assert shown(disable=True) == ""
+    assert "\r" not in shown(leave=False)
