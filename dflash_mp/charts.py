@@ -5,7 +5,7 @@ Titles and legends are HTML beside the drawing: they wrap, and matplotlib reads 
 
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,12 +67,7 @@ def lines(
     Values that span more than a factor of ten have a logarithmic axis, unless they are ``shares``,
     whose axis goes from 0 to 1.
     """
-    group = len(series) // kinds
-    keys = [
-        Key(label, colour(index % group if kinds > 1 else index), dashed=index >= group)
-        for index, label in enumerate(series)
-    ]
-    keys = [key for key in keys if series[key.label]]
+    keys = [key for key in _keys(series, kinds) if series[key.label]]
     if not keys:
         return ""
     figure, axes = _canvas(across)
@@ -93,18 +88,22 @@ def lines(
     return _figure(figure, title, keys)
 
 
-def bars(title: str, names: Sequence[Any], groups: Mapping[str, Sequence[float]]) -> Html:
-    """Bars over ``names``, side by side for each label."""
+def bars(
+    title: str, names: Sequence[Any], groups: Mapping[str, Sequence[float]], kinds: int = 1
+) -> Html:
+    """Bars over ``names``, side by side for each label; ``kinds`` as in ``lines``, paler."""
+    keys = [key for key in _keys(groups, kinds) if groups[key.label]]
     figure, axes = _canvas("")
-    width = 0.8 / max(1, len(groups))
-    for index, values in enumerate(groups.values()):
+    width = 0.8 / max(1, len(keys))
+    for index, key in enumerate(keys):
+        values, alpha = groups[key.label], 0.5 if key.dashed else 1.0
         places = [i + (index + 0.5) * width - 0.4 for i in range(len(values))]
-        axes.bar(places, values, width, color=colour(index))
+        axes.bar(places, values, width, color=key.colour, alpha=alpha)
     slanted = (
         {"rotation": 40, "ha": "right"} if max(map(len, map(str, names)), default=0) > 3 else {}
     )
     axes.set_xticks(range(len(names)), [str(name) for name in names], **slanted)
-    return _figure(figure, title, _keys(groups))
+    return _figure(figure, title, keys)
 
 
 def histogram(title: str, values: Sequence[float]) -> Html:
@@ -151,8 +150,12 @@ def _whole_numbers(axes: Any) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _keys(labels: Iterable[str]) -> list[Key]:
-    return [Key(label, colour(index)) for index, label in enumerate(labels)]
+def _keys(labels: Collection[str], kinds: int = 1) -> list[Key]:
+    group = len(labels) // kinds
+    return [
+        Key(label, colour(index % group), dashed=index >= group)
+        for index, label in enumerate(labels)
+    ]
 
 
 def _figure(figure: Figure, title: str, keys: Sequence[Key]) -> Html:

@@ -52,7 +52,7 @@ def curves(runs: Runs) -> list[Html]:
             for label, key in series.items()
             for run, files in runs.items()
         }
-        charts.append(lines(title, named, kinds=len(series) if len(runs) > 1 else 1))
+        charts.append(lines(title, named, kinds=_kinds(runs, len(series))))
     return [chart for chart in charts if chart]
 
 
@@ -61,6 +61,11 @@ def _label(run: str, label: str, alone: bool) -> str:
     if not run:
         return label
     return run if alone else f"{run}, {label}"
+
+
+def _kinds(runs: Runs, count: int) -> int:
+    """Kinds of lines: with several runs the colours are the runs'."""
+    return count if len(runs) > 1 else 1
 
 
 def times(runs: Runs) -> list[Html]:
@@ -86,26 +91,28 @@ def _shares(files: RunFiles, series: Mapping[str, str], rest: str) -> dict[str, 
 
 def acceptance(runs: Runs) -> list[Html]:
     """Accepted lengths as a histogram, and acceptance by position, as last measured."""
-    summaries = {}
-    for run, files in runs.items():
-        if files.walk:
-            summaries[_label(run, "simulated", False)] = files.walk
-        if files.decoded:
-            summaries[_label(run, "decoded", False)] = merge_results(files.decoded)
-    if not summaries:
+    summaries = {_label(run, "simulated", False): files.walk for run, files in runs.items()} | {
+        _label(run, "decoded", False): merge_results(files.decoded) if files.decoded else {}
+        for run, files in runs.items()
+    }
+    most = max(len(one.get("histogram", [])) for one in summaries.values())
+    if most == 0:
         return []
-    most = max(len(one["histogram"]) for one in summaries.values())
     shares = {
-        label: [count / max(1, sum(one["histogram"])) for count in one["histogram"]]
+        label: [count / max(1, sum(one["histogram"])) for count in one["histogram"]] if one else []
         for label, one in summaries.items()
     }
     rates = {
-        label: [(k, r) for k, r in enumerate(one["slot_acceptance_rate"], 1) if r is not None]
+        label: [
+            (k, r) for k, r in enumerate(one.get("slot_acceptance_rate", []), 1) if r is not None
+        ]
         for label, one in summaries.items()
     }
+    kinds = _kinds(runs, 2)
+    committed = "Share of target forwards by tokens committed"
     return [
-        bars("Share of target forwards by tokens committed", range(1, most + 1), shares),
-        lines("Accepted once all before it are", rates, "position in the block", shares=True),
+        bars(committed, range(1, most + 1), shares, kinds),
+        lines("Accepted once all before it are", rates, "position in the block", True, kinds),
     ]
 
 
