@@ -13,8 +13,10 @@ import pytest
 
 from dflash_mp.charts import thinned
 from dflash_mp.config import UserError
+from dflash_mp.metrics import empty_counts
 from dflash_mp.report.page import comparison_page, labels, run_page, write_report
 from dflash_mp.report.run_files import read_run
+from dflash_mp.roles.live_report import LiveReport
 
 EVIL = "<script>document.title='x'</script>&\"'"
 CHROMIUM = next(
@@ -211,6 +213,29 @@ def test_command(run: Path, tmp_path: Path) -> None:
     again = [*command, str(run), str(run), "--output", str(tmp_path / "two.html")]
     subprocess.run(again, check=True)
     assert "2: run" in Page((tmp_path / "two.html").read_text()).text
+
+
+def test_during_a_run_it_is_written_now_and_then(run: Path) -> None:
+    page, counts, path = LiveReport(run, active=True), empty_counts(4), run / "report.html"
+    page.update(stopping=False, last=False)
+    assert not path.exists(), "nothing new to show"
+    page.walked(6, counts)
+    page.update(stopping=False, last=False)
+    assert json.loads((run / "heldout.json").read_text())["step"] == 6
+    path.unlink()
+    page.walked(8, counts)
+    page.update(stopping=False, last=False)
+    assert not path.exists(), "the last one was just written"
+    page.update(stopping=True, last=False)
+    path.unlink()
+    LiveReport(run, active=False).write()
+    assert not path.exists(), "another drafter's"
+
+
+def test_a_report_that_fails_does_not_end_the_training(tmp_path: Path, caplog) -> None:
+    LiveReport(tmp_path, active=True).write()
+    assert "the training goes on" in caplog.text
+    assert "is no run folder" in caplog.text
 
 
 def test_no_run_in_a_folder(tmp_path: Path) -> None:

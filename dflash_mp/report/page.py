@@ -42,7 +42,7 @@ def run_page(run: RunFiles) -> Html:
         "<h2>Acceptance by length and position</h2>",
         _charts(sections.acceptance(runs), "nothing has been measured yet (data.heldout)"),
         "<h2>Where the time went</h2>",
-        _charts(sections.times(runs), "nothing has been logged yet"),
+        _charts(sections.times(runs), "no times have been logged yet"),
         "<h2>Held-out prompts</h2>",
         _decoded(run),
         "<h2>Settings that differ from the defaults</h2>",
@@ -65,7 +65,7 @@ def comparison_page(runs: Sequence[RunFiles]) -> Html:
         "<h2>Acceptance by length and position</h2>",
         _charts(sections.acceptance(named), "nothing has been measured yet (data.heldout)"),
         "<h2>Where the time went</h2>",
-        _charts(sections.times(named), "nothing has been logged yet"),
+        _charts(sections.times(named), "no times have been logged yet"),
         "<h2>Settings that differ</h2>",
         sections.settings_table({name: run.settings for name, run in named.items()}),
     ]
