@@ -1,15 +1,18 @@
 """The frame around every ``python -m dflash_mp.<command>``: Hydra in, one readable line out.
 
 A user's mistake ends with one line and exit code 2, no traceback; under torchrun the same line
-stands in its report. Any other exception keeps its traceback.
+stands in its report. Any other exception keeps its traceback. ``--help`` prints the docstring of
+the command's module.
 """
 
+import inspect
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn, TypeVar
 
 import hydra
@@ -32,8 +35,12 @@ def run_command(name: str, kind: type[ConfigT], work: Callable[[ConfigT, Path], 
         kind: its dataclass.
         work: gets the validated configuration and Hydra's output folder of this job.
     """
-    if "--cfg" in sys.argv and os.environ.get("RANK", "0") != "0":
+    asked = set(sys.argv[1:])
+    if asked & {"--cfg", "--help", "-h"} and os.environ.get("RANK", "0") != "0":
         return  # one rank shows what all of them would run
+    if asked & {"--help", "-h"}:
+        sys.stdout.write(help_text(name, sys.modules[work.__module__]))
+        return
     # Hydra would print its own report and swallow the exception otherwise.
     os.environ["HYDRA_FULL_ERROR"] = "1"
 
@@ -50,6 +57,18 @@ def run_command(name: str, kind: type[ConfigT], work: Callable[[ConfigT, Path], 
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
         fail(explain(f"{error}\n{cause or ''}", kind))
+
+
+def help_text(name: str, module: ModuleType) -> str:
+    """What ``--help`` prints: the docstring of a command's module, and where its keys are.
+
+    Hydra's own help is the whole configuration, which fits no screen.
+    """
+    return f"""{inspect.getdoc(module)}
+
+Every key with its comment: {config_dir()}/{name}.yaml and the folders beside it.
+--cfg job prints the values of a run, --multirun sweeps, --hydra-help lists Hydra's own flags.
+"""
 
 
 def fail(message: str) -> NoReturn:

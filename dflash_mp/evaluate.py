@@ -1,8 +1,16 @@
-"""Measure a drafter by decoding with it.
+"""Measure a drafter by decoding with it; under torchrun every rank decodes its share.
 
-``python -m dflash_mp.evaluate drafter=<checkpoint or export> target=... data.prompts=<jsonl>``;
-under torchrun every rank decodes its share of the prompts. Leaves a table in the terminal,
-``evaluate.json`` and ``evaluate.png``.
+    python -m dflash_mp.evaluate drafter=outputs/smollm2_narrow/export data.prompts=narrow
+
+drafter=...            an export folder, a checkpoint or a hub name
+target=smollm2         the model it drafts for, a file of conf/target
+data.prompts=...       rows {messages: [...]} or {prompt: text}; narrow and mixed are shipped
+data.max_prompts=...   only the first so many
+block_sizes=[8,16]     decode with each of them; by default with the drafter's own
+max_new_tokens=256     length of a response, at most
+temperature=0          0 is greedy
+plain=true             also decode with the target alone: same text, and the time to compare with
+run_name=evaluate      results lie in outputs/<run_name>: evaluate.json, evaluate.png
 """
 
 import json

@@ -1,7 +1,14 @@
 """Write a drafter for others to use, or check such a folder.
 
-``python -m dflash_mp.export checkpoint=<...> format=hf|speculators output=<folder>`` and
-``python -m dflash_mp.export check=<folder>``.
+    python -m dflash_mp.export checkpoint=outputs/my_run/export output=my_drafter
+    python -m dflash_mp.export check=my_drafter
+
+checkpoint=...         a checkpoint of a run, an export folder or a hub name
+format=hf              hf: for z-lab/dflash, SGLang, vLLM and SpecForge
+                       speculators: for vllm-project/speculators; needs target=...
+output=...             folder to write; it must not exist
+target=...             the model it drafts for: also compares the logits of both versions
+check=...              compare an export with its parity.json instead; writes nothing
 """
 
 import json

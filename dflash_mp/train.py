@@ -1,6 +1,18 @@
-"""Train a drafter: ``torchrun --nproc_per_node 3 -m dflash_mp.train [key=value ...]``.
+"""Train a drafter for a frozen target; start one rank per GPU (on a CPU at least two).
 
-Every rank runs this file.
+    torchrun --nproc_per_node 8 -m dflash_mp.train target=qwen3_8b data.train=my.jsonl
+
+target=smollm2         the frozen model, a file of conf/target; any other one is
+                       target=hub target.name=<hub name or folder>
+data.train=...         conversations: a file, a folder, a hub dataset, narrow or mixed
+data.heldout=...       conversations that acceptance is measured on, never trained on
+drafter.layers=... drafter.block_size=...  shape of the drafter; defaults follow the target
+loss=ce                ce, dpace, kl, tv or ce+kl
+epochs=... steps=...   length of the run; steps, if set, wins
+optim.lr=...           peak learning rate
+topology.drafters=...  drafter ranks of a node; three eighths of the ranks by default
+run_name=...           the run folder is outputs/<run_name>
+resume=auto            continue from the newest checkpoint of the run folder
 """
 
 from pathlib import Path

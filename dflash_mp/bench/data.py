@@ -1,10 +1,13 @@
-"""How fast conversations become packed micro-batches: ``python -m dflash_mp.bench.data [rows]``.
+"""How fast conversations become packed micro-batches on this machine.
+
+    python -m dflash_mp.bench.data 20000
 
 Rows per second of one core for each stage, on synthetic conversations of one to three turns with a
 long tail of lengths, and the memory that preparing all of them takes. Uses the default target's
 tokenizer.
 """
 
+import argparse
 import json
 import os
 import random
@@ -32,7 +35,13 @@ MASK_TOKEN = "<empty_output>"
 
 def main() -> None:
     """Print one line per stage."""
-    rows = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash_mp.bench.data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("rows", type=int, nargs="?", default=100_000, help="default: 100000")
+    rows = parser.parse_args().rows
     tokenizer = AutoTokenizer.from_pretrained(converted_folder())
     mask_token_id = tokenizer.convert_tokens_to_ids(MASK_TOKEN)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,18 @@
-"""Let the target answer prompts: ``python -m dflash_mp.data.generate data.prompts=... output=...``.
+"""Let the target answer prompts; under torchrun every rank answers its share.
 
-Under torchrun every rank answers its share. A job that was killed resumes with the same command.
+    python -m dflash_mp.data.generate data.prompts=prompts.jsonl output=answers.jsonl
 
-An output row is ``{id, messages, finish_reason, response_token_ids, source}``, in the order of the
-prompts. The two about the reply are a single value when the conversation has one assistant turn,
-and lists with an entry per assistant turn otherwise, null where the prompt brought the reply along.
+data.prompts=...       JSONL rows {id, messages}, or one of narrow_train, narrow_eval, ...
+output=...             JSONL file to write; the same command resumes a job that was killed
+target=smollm2         the model that answers, a file of conf/target
+server=http://...      an OpenAI-compatible server that answers instead
+max_new_tokens=512     longest reply, in tokens
+temperature=0          0 is greedy
+batch_size=48          conversations answered at once
+
+A row of the output is {id, messages, finish_reason, response_token_ids, source}, in the order of
+the prompts. The two about the reply are a single value when the conversation has one assistant
+turn, else lists with an entry per assistant turn, null where the prompt brought the reply along.
 """
 
 import hashlib

@@ -1,8 +1,16 @@
-"""What is in the data, before anything is trained on it.
+"""What is in the data, before anything is trained on it: a table, report.json and report.html.
 
-``python -m dflash_mp.data.report data.train=my.jsonl target=...`` prints a table and leaves
-``report.json`` and ``report.html``. The tokenised data stays in the cache, so training on the same
-data afterwards starts at once.
+    python -m dflash_mp.data.report target=qwen3_8b data.train=my.jsonl
+
+target=smollm2         whose tokenizer and chat template are used, a file of conf/target
+data.train=...         conversations: a file, a folder, a hub dataset, narrow or mixed
+data.heldout=...       held-out conversations; look-alikes of training rows are counted
+data.max_length=...    longest document, in tokens
+score_documents=32     documents whose text is compared with the target's own choices;
+                       0 does not load the target
+output=outputs/data_report  where the two files go
+
+The tokenised data stays in the cache: a training on the same data starts at once.
 """
 
 import json

@@ -1,9 +1,17 @@
-"""Shows the race on the installed torch: ``python -m dflash_mp.diagnostics.race``.
+"""Show the torch.compile race of threads on the installed torch.
 
-Without arguments it runs the quick matrix, prints the mechanism, the outcomes and a verdict, and
-exits with 0 (as expected, or better), 20 (worse), 3 (inconclusive) or 4 (no results to compare
-with). With ``scenario=`` or ``treatment=`` it runs those cells and exits with 0 (ok), 10 (loud),
-11 (silent), 12 (both) or 3 (inconclusive). 2 is a mistake in the arguments.
+    python -m dflash_mp.diagnostics.race
+    python -m dflash_mp.diagnostics.race scenario=call-in-compile treatment=lock
+
+matrix=quick           quick takes about a minute, full about an hour
+scenario=...           only this one; an unknown name is answered with the list
+treatment=...          what is done about the race; likewise
+device=cpu             cuda adds attention with backwards
+output=outputs/race.json
+
+The matrix exits with 0 (as expected, or better), 20 (worse), 3 (inconclusive) or 4 (no results to
+compare with); named cells with 0 (ok), 10 (loud), 11 (silent), 12 (both) or 3 (inconclusive). 2 is
+a mistake in the arguments.
 """
 
 import os
@@ -16,11 +24,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING
 
-from dflash_mp.config import UserError, config_dir, one_of, require
+from dflash_mp.command import run_command
+from dflash_mp.config import one_of, require
 from dflash_mp.diagnostics import text
 from dflash_mp.diagnostics.probe import Cell, run_cell, start_context
 from dflash_mp.diagnostics.verdict import (
@@ -186,18 +194,9 @@ def progress(message: str) -> None:
         sys.stderr.flush()
 
 
-@hydra.main(version_base="1.3", config_path=config_dir(), config_name="race")
-def main(raw: DictConfig) -> None:
-    """Entry point."""
-    try:
-        config = OmegaConf.to_object(raw)
-        assert isinstance(config, RaceConfig)
-        code = race(config)
-    except UserError as mistake:
-        sys.stderr.write(f"{mistake}\n")
-        code = 2
-    sys.exit(code)
+def _leave(config: RaceConfig, _: Path) -> None:
+    sys.exit(race(config))
 
 
 if __name__ == "__main__":
-    main()
+    run_command("race", RaceConfig, _leave)
