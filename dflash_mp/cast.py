@@ -193,7 +193,12 @@ def place_from_environment(topology: TopologyConfig) -> Place:
 
 
 @contextmanager
-def enter(mine: Place, launcher: LauncherStore, threads: int | None) -> Iterator[Cast]:
+def enter(
+    mine: Place,
+    launcher: LauncherStore,
+    threads: int | None,
+    timeout: timedelta = ROLE_TIMEOUT,
+) -> Iterator[Cast]:
     """Join the job as ``mine``: connect the store, choose the device, enter the role's world.
 
     Args:
@@ -201,6 +206,7 @@ def enter(mine: Place, launcher: LauncherStore, threads: int | None) -> Iterator
         launcher: the launcher's store, as ``launcher_store`` gives it.
         threads: torch threads of this process; ``None`` leaves torch's default on a GPU and gives
             one thread on a CPU, where several processes share the cores.
+        timeout: of joining the role's world and of its collectives.
 
     Leaving restores the environment and destroys the role's process group. After an exception
     nothing is torn down: other ranks may never answer, and the process is about to end.
@@ -220,7 +226,7 @@ def enter(mine: Place, launcher: LauncherStore, threads: int | None) -> Iterator
         store=dist.PrefixStore(f"world/{mine.role}", connection(store)),
         rank=mine.role_rank,
         world_size=mine.role_size,
-        timeout=ROLE_TIMEOUT,
+        timeout=timeout,
     )
     # DDP's reducer also holds the group. Were it the last one to do so, it would destroy the group
     # with the interpreter's lock held, waiting for gloo's threads, which may need that lock.

@@ -28,23 +28,26 @@ from dflash_mp.verdict import FAILURE, SILENT_END, STOPPED, USER_ERROR, Verdict
 
 POLL_S = 0.1
 GRACE_S = 5.0
+TRAINING = "dflash_mp.train"
 
 
-def child(index: int, environment: dict[str, str], overrides: list[str], script: str) -> None:
-    """One rank: dress up as a torchrun worker and train."""
+def child(index: int, environment: dict[str, str], overrides: list[str], program: str) -> None:
+    """One rank: dress up as a torchrun worker and run ``program``, a module or a .py file."""
     os.environ.update(environment, RANK=str(index), LOCAL_RANK=str(index))
-    sys.argv = [script or "dflash_mp.train", *overrides]
-    if script:
+    sys.argv = [program, *overrides]
+    if program.endswith(".py"):
         # As Python does for a script on its command line.
-        sys.path.insert(0, str(Path(script).resolve().parent))
-        runpy.run_path(script, run_name="__main__")
-        return
-    from dflash_mp.train import main
+        sys.path.insert(0, str(Path(program).resolve().parent))
+        runpy.run_path(program, run_name="__main__")
+    elif program == TRAINING:
+        from dflash_mp.train import main
 
-    main()
+        main()
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
-def launch(nproc: int, overrides: list[str], script: str = "") -> int:
+def launch(nproc: int, overrides: list[str], program: str = TRAINING) -> int:
     """Run ``nproc`` ranks to their end; returns the job's exit code.
 
     0 when all have ended well, 75 when the job was asked to stop and has saved, 2 after a user's
@@ -66,7 +69,9 @@ def launch(nproc: int, overrides: list[str], script: str = "") -> int:
     }
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = [
-        context.Process(target=child, args=(index, environment, overrides, script), name=f"{index}")
+        context.Process(
+            target=child, args=(index, environment, overrides, program), name=f"{index}"
+        )
         for index in range(nproc)
     ]
     received = interrupts()
@@ -229,9 +234,11 @@ def main() -> None:
     """Parse ``--nproc``; everything else goes to the training."""
     parser = argparse.ArgumentParser(prog="python -m launch.spawn", description=__doc__)
     parser.add_argument("--nproc", type=int, required=True, help="number of ranks")
-    parser.add_argument("--script", default="", help="run this file instead of the training")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--module", default=TRAINING, help="run this instead of the training")
+    instead.add_argument("--script", default="", help="run this file instead of the training")
     arguments, overrides = parser.parse_known_args()
-    raise SystemExit(launch(arguments.nproc, overrides, arguments.script))
+    raise SystemExit(launch(arguments.nproc, overrides, arguments.script or arguments.module))
 
 
 if __name__ == "__main__":
