@@ -66,6 +66,11 @@ class DrafterConfig:
     attention: str = MISSING
     precision: str = MISSING
     compile: str | None = MISSING
+    # Whoever builds a drafter in code seldom cares.
+    attention_heads: int | None = None
+    key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
 
     def __post_init__(self) -> None:
         require(self.layers >= 1, f"drafter.layers={self.layers}: must be at least 1")
@@ -86,6 +91,9 @@ class DrafterConfig:
             f"drafter.block_size={self.block_size}",
         )
         require(self.anchors_per_batch >= 1, "drafter.anchors_per_batch must be at least 1")
+        for key in ("attention_heads", "key_value_heads", "head_dim", "intermediate_size"):
+            value = getattr(self, key)
+            require(value is None or value >= 1, f"drafter.{key}={value}: must be at least 1")
         one_of("drafter.attention", self.attention, ("auto", "sdpa", "flex", "eager"))
         one_of("drafter.precision", self.precision, ("auto", "float32", "bfloat16"))
         if self.compile is not None:

@@ -159,18 +159,20 @@ def test_a_patched_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torch.compiler.is_compiling" in machine.torch_race().found
 
 
+def start(tiny_target: Path, *command: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *command, *tiny(tiny_target)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        [*TORCHRUN, "--nproc_per_node", "3", "-m", "dflash_mp.doctor"],
-        ["-m", "launch.spawn", "--nproc", "3", "--module", "dflash_mp.doctor"],
-    ],
-    ids=["torchrun", "spawn"],
-)
-def test_under_a_launcher_every_edge_is_measured(launcher: list[str], tiny_target: Path) -> None:
-    command = [sys.executable, *launcher, *tiny(tiny_target)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+def test_under_torchrun_every_edge_is_measured(tiny_target: Path) -> None:
+    command = [*TORCHRUN, "--nproc_per_node", "3", "-m", "dflash_mp.doctor"]
+    result = start(tiny_target, *command)
     assert result.returncode == 0, result.stderr[-2000:]
     for target in (0, 1):
         assert result.stdout.count(f"target{target} > drafter0 gloo, ") == 1
@@ -179,13 +181,8 @@ def test_under_a_launcher_every_edge_is_measured(launcher: list[str], tiny_targe
 
 @pytest.mark.distributed
 def test_a_problem_ends_all_ranks_with_one_line_and_exit_code_two(tiny_target: Path) -> None:
-    command = [sys.executable, "-m", "launch.spawn", "--nproc", "2", "--module", "dflash_mp.doctor"]
-    result = subprocess.run(
-        [*command, *tiny(tiny_target), "data.train=/nowhere"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    command = ["-m", "launch.spawn", "--nproc", "2", "--module", "dflash_mp.doctor"]
+    result = start(tiny_target, *command, "data.train=/nowhere")
     assert result.returncode == 2
     assert result.stderr == "dflash_mp: 1 problem(s): data\n"
+    assert result.stdout.count("target0 > drafter0 gloo, ") == 1

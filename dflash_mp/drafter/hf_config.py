@@ -57,9 +57,10 @@ def make_drafter_config(
 ) -> Qwen3Config:
     """The draft model that fits ``target_config``.
 
-    Widths, heads and vocabulary are the target's (its text part for a multimodal one). Rotary
-    embedding is the plain one over whole heads with the target's base: the target's partial,
-    multimodal, scaled or per-layer settings do not apply to the drafter's own attention.
+    Widths, heads and vocabulary are the target's (its text part for a multimodal one) unless
+    ``drafter`` names other ones. Rotary embedding is the plain one over whole heads with the
+    target's base: the target's partial, multimodal, scaled or per-layer settings do not apply to
+    the drafter's own attention.
 
     Raises:
         UserError: layer ids or mask token do not fit the target.
@@ -67,18 +68,20 @@ def make_drafter_config(
     text = target_config.get_text_config()
     check_layer_ids(layer_ids, text.num_hidden_layers)
     check_mask_token_id(mask_token_id, text.vocab_size)
-    heads = text.num_attention_heads
+    heads, shared = attention_heads(text, drafter)
     sliding = drafter.sliding_layers
     special = {"mask_token_id": mask_token_id, "target_layer_ids": list(layer_ids)}
     special |= head_settings(text)
     fields = {
         "vocab_size": text.vocab_size,
         "hidden_size": text.hidden_size,
-        "intermediate_size": _mlp_width(text),
+        "intermediate_size": drafter.intermediate_size or _mlp_width(text),
         "num_hidden_layers": drafter.layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        "num_key_value_heads": shared,
+        "head_dim": drafter.head_dim
+        or getattr(text, "head_dim", None)
+        or text.hidden_size // text.num_attention_heads,
         "hidden_act": "silu",
         "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
         "max_position_embeddings": text.max_position_embeddings,
@@ -95,6 +98,21 @@ def make_drafter_config(
         "eos_token_id": text.eos_token_id,
     }
     return read_config(fields)
+
+
+def attention_heads(text: PretrainedConfig, drafter: DrafterConfig) -> tuple[int, int]:
+    """Query heads and key-value heads: those of ``drafter``, else those of the target.
+
+    Raises:
+        UserError: the first is no multiple of the second.
+    """
+    heads = drafter.attention_heads or text.num_attention_heads
+    shared = drafter.key_value_heads or getattr(text, "num_key_value_heads", None) or heads
+    require(
+        heads % shared == 0,
+        f"drafter.attention_heads={heads}: must be a multiple of drafter.key_value_heads={shared}",
+    )
+    return heads, shared
 
 
 def _mlp_width(text: PretrainedConfig) -> int:

@@ -103,6 +103,18 @@ def test_config_json_of_a_published_drafter():
     }
 
 
+def test_heads_and_widths_of_its_own():
+    own = shape(attention_heads=16, key_value_heads=2, head_dim=64, intermediate_size=1000)
+    config = make_drafter_config(qwen3_8b(), own, [1, 9], 151669)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (16, 2)
+    assert (config.head_dim, config.intermediate_size, config.hidden_size) == (64, 1000, 4096)
+    assert config_json(read_config(config_json(config))) == config_json(config)
+    with pytest.raises(UserError, match=r"attention_heads=12: must be a multiple of .*heads=8"):
+        make_drafter_config(qwen3_8b(), shape(attention_heads=12), [1, 9], 151669)
+    with pytest.raises(UserError, match=r"drafter\.head_dim=0: must be at least 1"):
+        shape(head_dim=0)
+
+
 def test_sliding_layers_come_first():
     config = make_drafter_config(qwen3_8b(), shape(sliding_layers=4), [1, 9, 17, 25, 33], 151669)
     assert config.layer_types == ["sliding_attention"] * 4 + ["full_attention"]
