@@ -2,9 +2,12 @@
 
 import contextlib
 import importlib.util
+import os
 import runpy
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,10 +37,18 @@ def test_help_fits_a_screen_and_has_an_example(
     assert any(f"-m {module}" in line for line in lines)
 
 
-def dflash_mp(*arguments: str) -> subprocess.CompletedProcess:
-    program = "from dflash_mp.cli import main; main()"
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+PROGRAM = "from dflash_mp.cli import main; main()"
+
+
+def dflash_mp(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        env=os.environ | environment,
+    )
 
 
 def test_the_installed_command_passes_everything_on_to_the_module() -> None:
@@ -65,3 +76,36 @@ def test_a_mistake_keeps_its_exit_code() -> None:
     assert (
         result.stderr == "dflash_mp: unknown configuration key optim.lrr; did you mean optim.lr?\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("dflash-mp ", set(cli.COMMANDS)),
+        ("dflash-mp tr", set(cli.COMMANDS)),
+        ("dflash-mp train schedule=", {"schedule=constant", "schedule=cosine", "schedule=wsd"}),
+        ("dflash-mp train seed=1 optim.l", {"optim.lr="}),
+    ],
+)
+def test_tab_completes_commands_keys_and_choices(line: str, offered: set[str]) -> None:
+    assert set(dflash_mp(*cli.QUERY, COMP_LINE=line).stdout.split()) == offered
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the completion is for bash")
+def test_the_completion_works_in_bash(tmp_path: Path) -> None:
+    command = tmp_path / "dflash-mp"
+    command.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{PROGRAM}' \"$@\"\n")
+    command.chmod(0o755)
+    script = (
+        'eval "$(dflash-mp --completion)"; COMP_LINE="dflash-mp train loss=d"; COMP_CWORD=2; '
+        'COMP_WORDS=($COMP_LINE); _dflash_mp; echo "${COMPREPLY[@]}"; complete -p dflash-mp'
+    )
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PATH": path},
+    )
+    assert done.stdout.splitlines()[0] == "loss=dpace"

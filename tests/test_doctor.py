@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TORCHRUN
 from hydra import compose, initialize_config_dir
 from transformers import Qwen3_5TextConfig, Qwen3Config
 
@@ -171,8 +170,8 @@ def start(tiny_target: Path, *command: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.distributed
 def test_under_torchrun_every_edge_is_measured(tiny_target: Path) -> None:
-    command = [*TORCHRUN, "--nproc_per_node", "3", "-m", "dflash_mp.doctor"]
-    result = start(tiny_target, *command)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
+    result = start(tiny_target, *torchrun, "-m", "dflash_mp.doctor")
     assert result.returncode == 0, result.stderr[-2000:]
     for target in (0, 1):
         assert result.stdout.count(f"target{target} > drafter0 gloo, ") == 1
