@@ -52,20 +52,34 @@ def doctor(config: TrainConfig, folder: Path) -> None:
     store = launcher.this_attempt()
     # Shown before the ranks connect, which may fail in ways that end the process.
     found = collect(store, "alone", place.rank, place.world_size, examine(config))
-    try:
-        with enter(place, launcher, None, CONNECT) as cast:
-            together = [*measure_edges(cast), *measure_role(cast)]
-    except RuntimeError as error:
-        together = [unreachable(error)]
-    found += collect(store, "together", place.rank, place.world_size, together)
+    # A rank without a GPU cannot join, and the others would wait for it.
+    if not announced(store, "no device", place.rank, problems(found) & {"device", "rank"}):
+        try:
+            with enter(place, launcher, None, CONNECT) as cast:
+                together = [*measure_edges(cast), *measure_role(cast)]
+        except RuntimeError as error:
+            together = [unreachable(error)]
+        found += collect(store, "together", place.rank, place.world_size, together)
     store.set(f"bye/{place.rank}", "")
+    bad = announced(store, "problems", place.rank, problems(found))
     if place.rank == 0:
-        store.set("problems", str(sum(finding.level == PROBLEM for finding in found)))
         conclude(found)
-    store.wait(["problems"], ANSWER * place.world_size)
-    if store.get("problems") != b"0":
+    elif bad:
         # Rank 0 says which; all leave with the same exit code.
         raise UserError("")
+
+
+def announced(store: dist.Store, key: str, rank: int, names: set[str]) -> bool:
+    """Whether rank 0 has ``names`` in its set; every rank learns the same."""
+    if rank == 0:
+        store.set(key, " ".join(names))
+    store.wait([key], ANSWER * int(os.environ["WORLD_SIZE"]))
+    return bool(store.get(key))
+
+
+def problems(found: list[Finding]) -> set[str]:
+    """Names of the findings that are problems."""
+    return {finding.name for finding in found if finding.level == PROBLEM}
 
 
 def examine(config: TrainConfig) -> list[Finding]:
@@ -171,9 +185,9 @@ def show(lines: list[str]) -> None:
 
 def conclude(found: list[Finding]) -> None:
     """The last line; raises ``UserError`` when there are problems."""
-    problems = sorted({finding.name for finding in found if finding.level == PROBLEM})
-    if problems:
-        raise UserError(f"{len(problems)} problem(s): {', '.join(problems)}")
+    bad = sorted(problems(found))
+    if bad:
+        raise UserError(f"{len(bad)} problem(s): {', '.join(bad)}")
     warnings = {finding for finding in found if finding.level == WARNING}
     show([f"no problems, {len(warnings)} warning(s)"])
 

@@ -121,7 +121,7 @@ def test_space(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     assert machine.disk("folder", file / "below", 0).level == PROBLEM
-    assert machine.shared_memory(tmp_path, free * 2).level == PROBLEM
+    assert machine.shared_memory(tmp_path, free * 2).level == WARNING
     assert machine.shared_memory(tmp_path, 0).level == OK
 
 

@@ -6,11 +6,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dflash_mp.cast import DRAFTER, Cast
+from dflash_mp.cast import DRAFTER, TARGET, Cast, Place
 from dflash_mp.checkup.finding import OK, WARNING, Finding, enough
-from dflash_mp.wire.edge import DRAFTER_END, Edge
+from dflash_mp.wire.edge import Edge
 from dflash_mp.wire.stream import open_edges
 
+GB = 1e9
 PAYLOAD_BYTES = 64 << 20
 REPEATS = 3
 SLOW_GPU_EDGE = 2e9
@@ -24,42 +25,61 @@ def measure_edges(cast: Cast) -> list[Finding]:
     Participants: all ranks of the node.
     """
     payload = torch.zeros(PAYLOAD_BYTES, dtype=torch.uint8, device=cast.device)
-    findings = []
+    findings, before = [], ""
     edges = open_edges(cast, CONNECT)
-    # Ascending on both sides, so every rank takes part in one global order (target, drafter).
-    for other, edge in sorted(edges.items()):
-        if cast.place.role != DRAFTER:
-            for _ in range(REPEATS + 1):
-                edge.put(payload)
-            continue
-        rate = PAYLOAD_BYTES / receive(edge, payload)
-        slow = cast.device.type == "cuda" and rate < SLOW_GPU_EDGE
-        findings.append(
-            enough(
-                f"target{other} > {cast.place.name}",
-                f"{backend(edge)}, {rate / 1e9:.1f} GB/s alone",
-                WARNING if slow else OK,
-                "NCCL may be using sockets: NCCL_DEBUG=INFO says why",
-            )
-        )
+    for target, drafter in node_edges(cast.place):
+        key = f"measured/{target}-{drafter}"
+        is_target = cast.place.role == TARGET
+        if cast.place.role_rank == (target if is_target else drafter):
+            if before:
+                cast.store.wait([before], CONNECT * len(edges))
+            if is_target:
+                send(edges[drafter], payload)
+            else:
+                findings.append(judged(target, cast.place, receive(edges[target], payload)))
+                cast.store.set(key, "")
+        before = key
     for edge in edges.values():
         edge.close()
     return findings
 
 
+def node_edges(place: Place) -> list[tuple[int, int]]:
+    """The role ranks ``(target, drafter)`` of this node's edges, in the order of ``open_edges``."""
+    first_target = place.node * place.targets_per_node
+    first_drafter = place.node * place.drafters_per_node
+    return [
+        (first_target + target, first_drafter + drafter)
+        for target in range(place.targets_per_node)
+        for drafter in range(place.drafters_per_node)
+    ]
+
+
+def judged(target: int, place: Place, seconds: float) -> Finding:
+    """The finding for an edge to the drafter at ``place`` that takes ``seconds`` a payload."""
+    rate = PAYLOAD_BYTES / seconds
+    on_gpu = torch.cuda.is_available()
+    return enough(
+        f"target{target} > {place.name}",
+        f"{'nccl' if on_gpu else 'gloo'}, {rate / GB:.1f} GB/s alone",
+        WARNING if on_gpu and rate < SLOW_GPU_EDGE else OK,
+        "NCCL may be using sockets: NCCL_DEBUG=INFO says why",
+    )
+
+
+def send(edge: Edge, payload: torch.Tensor) -> None:
+    """The other end of ``receive``."""
+    for _ in range(REPEATS + 1):
+        edge.put(payload)
+
+
 def receive(edge: Edge, payload: torch.Tensor) -> float:
     """Seconds that one payload takes, behind a first one that is not counted."""
-    assert edge.end == DRAFTER_END
     edge.land(payload)
     begin = time.perf_counter()
     for _ in range(REPEATS):
         edge.land(payload)
     return (time.perf_counter() - begin) / REPEATS
-
-
-def backend(edge: Edge) -> str:
-    """What carries the edge."""
-    return "nccl" if edge.stream is not None else "gloo"
 
 
 def measure_role(cast: Cast) -> list[Finding]:

@@ -1,5 +1,6 @@
 """What the machine and its Python environment offer; nothing here joins a job."""
 
+import contextlib
 import os
 import platform
 import resource
@@ -108,13 +109,16 @@ def _memory() -> int:
 
 
 def shared_memory(folder: Path, cache_bytes: float) -> Finding:
-    """Room in the memory file system for NCCL, and for frames with ``features.cache=ram``."""
-    needed = cache_bytes + (SHARED_MEMORY_BYTES if torch.cuda.is_available() else 0)
+    """Room in the memory file system for NCCL, and for frames with ``features.cache=ram``.
+
+    Without the second a run captures the frames that do not fit again.
+    """
+    nccl = SHARED_MEMORY_BYTES if torch.cuda.is_available() else 0
     free = shutil.disk_usage(folder).free
     return enough(
         "shared memory",
-        f"{free / GB:.1f} GB free in {folder}, {needed / GB:.1f} GB needed",
-        OK if free >= needed else PROBLEM,
+        f"{free / GB:.1f} GB free in {folder}, up to {(nccl + cache_bytes) / GB:.1f} GB wanted",
+        PROBLEM if free < nccl else WARNING if free < nccl + cache_bytes else OK,
         "enlarge it (docker run --shm-size=16g, or --ipc=host), or lower features.cache_gb",
     )
 
@@ -169,7 +173,9 @@ def reverse_lookup() -> Finding:
 
 
 def _look_up() -> None:
-    socket.getnameinfo(("::ffff:127.0.0.1", 1), socket.NI_NUMERICSERV)
+    # A quick "no" is as good as a name.
+    with contextlib.suppress(OSError):
+        socket.getnameinfo(("::ffff:127.0.0.1", 1), socket.NI_NUMERICSERV)
 
 
 def torch_race() -> Finding:
