@@ -27,11 +27,11 @@ def check_run(config: TrainConfig, ranks_per_node: int, nodes: int) -> tuple[lis
     try:
         config = adopt_shape(config)
         target = load_config(config.target)
-        findings.append(target_found(config, target))
+        findings += [target_found(config, target), *fast_kernels(target)]
         tokenizer = load_tokenizer(config.target)
         mask = pick_mask_token(tokenizer, target, config.drafter.mask_token_id)
         drafter, parameters = drafter_found(config, target, mask)
-        findings += [drafter, chat_template(config, tokenizer, mask), *fast_kernels(target)]
+        findings += [drafter, chat_template(config, tokenizer, mask)]
     except UserError as error:
         return [*findings, Finding(PROBLEM, "target and drafter", str(error))], 0.0
     except (OSError, ValueError) as error:
