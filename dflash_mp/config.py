@@ -65,12 +65,12 @@ class DrafterConfig:
     anchors_per_batch: int = MISSING
     attention: str = MISSING
     precision: str = MISSING
-    compile: str | None = MISSING
     # Whoever builds a drafter in code seldom cares.
     attention_heads: int | None = None
     key_value_heads: int | None = None
     head_dim: int | None = None
     intermediate_size: int | None = None
+    compile: str | None = None
 
     def __post_init__(self) -> None:
         require(self.layers >= 1, f"drafter.layers={self.layers}: must be at least 1")
