@@ -293,6 +293,12 @@ def choose_device(threads: int | None) -> torch.device:
     return device
 
 
+def cpu_has_bfloat16() -> bool:
+    """Whether this processor multiplies matrices in bfloat16 natively."""
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
 def loopback() -> str:
     """Name of the loopback interface."""
     names = [name for _, name in socket.if_nameindex()]

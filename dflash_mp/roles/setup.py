@@ -8,7 +8,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 from dflash_mp import checkpoint
-from dflash_mp.cast import Cast
+from dflash_mp.cast import Cast, cpu_has_bfloat16
 from dflash_mp.config import TrainConfig, require
 from dflash_mp.drafter.frozen_head import FrozenHead, load_frozen_head
 from dflash_mp.drafter.model import DFlashDraftModel
@@ -39,8 +39,7 @@ def use_bfloat16(config: TrainConfig, device: torch.device) -> bool:
         return config.drafter.precision == "bfloat16"
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return cpu_has_bfloat16()
 
 
 def frozen_head(config: TrainConfig, dtype: torch.dtype, device: torch.device) -> FrozenHead:

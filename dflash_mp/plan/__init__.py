@@ -1,0 +1,1 @@
+"""What a training needs and how fast it will be, from configurations alone."""

@@ -1,0 +1,39 @@
+"""Plan a training: ``python -m dflash_mp.plan target=... drafter=... gpus=8 gpu=h200``.
+
+Reads configurations only; needs no GPU. ``simulate=true nodes=1000`` also predicts how the job
+grows. Leaves a table in the terminal, ``plan.json``, and ``scaling.png``.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from dflash_mp.command import run_command
+from dflash_mp.plan.settings import PlanRun
+
+
+def plan(run: PlanRun, folder: Path) -> None:
+    """Predict, show and write; raises ``UserError`` for what cannot be read or does not fit."""
+    # Only now: a mistake in the configuration is said before torch is loaded, at once.
+    from dflash_mp.plan.plan import make_plan
+    from dflash_mp.plan.predict import Costs, Prediction
+    from dflash_mp.plan.report import scaling, table
+    from dflash_mp.plan.scaling import plot, simulate
+
+    facts = make_plan(run)
+    lines = ["", *table(facts)]
+    files = [folder / "plan.json"]
+    if run.simulate:
+        scales = simulate(
+            Costs(**facts["costs"]), Prediction(**facts["best"]), run.nodes, run.scaling
+        )
+        lines += ["", *scaling(scales)]
+        files.append(folder / "scaling.png")
+        plot(scales, files[-1])
+        facts["scaling"] = [vars(scale) for scale in scales]
+    files[0].write_text(json.dumps(facts, indent=1) + "\n")
+    sys.stdout.write("\n".join([*lines, "", "  ".join(map(str, files))]) + "\n")
+
+
+if __name__ == "__main__":
+    run_command("plan", PlanRun, plan)

@@ -1,0 +1,236 @@
+"""The whole plan of a run: from its configuration to work, memory, splits, wire, time and disk."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import Qwen3Config
+
+from dflash_mp.cast import cpu_has_bfloat16, split
+from dflash_mp.config import TopologyConfig
+from dflash_mp.plan.machine import Machine, make_machine
+from dflash_mp.plan.memory import (
+    CPU_RESERVE,
+    GPU_RESERVE,
+    Parts,
+    drafter_memory,
+    refuse_if_too_large,
+    target_memory,
+)
+from dflash_mp.plan.predict import Costs, Prediction, all_splits, fastest, predict
+from dflash_mp.plan.settings import PlanRun
+from dflash_mp.plan.shapes import TargetShape, drafter_shape, layer_ids, read_target
+from dflash_mp.plan.work import (
+    Batch,
+    Work,
+    drafter_rows,
+    drafter_work,
+    optimizer_work,
+    target_work,
+)
+from dflash_mp.target.model import target_dtype
+from dflash_mp.wire.frame import DTYPES, Layout
+
+PADDING_FRAMES = 1
+"""Frames that a drafter holds beside its ring."""
+
+MASTER_BYTES = 12
+"""A checkpoint's bytes for each parameter: fp32 weights and two moments."""
+
+EXPORT_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is fixed by the models and the batch, whatever the machine."""
+
+    target: TargetShape
+    drafter: Qwen3Config
+    drafter_parameters: int
+    depth: int
+    """Target layers that run."""
+
+    taps: int
+    frame: int
+    """Bytes of a micro-batch on the wire."""
+
+    batch: Batch
+    target_dtype: torch.dtype
+    drafter_dtype: torch.dtype
+
+
+def measure_sizes(run: PlanRun) -> Sizes:
+    """Read both configurations; raises ``UserError`` where they do not fit together."""
+    target, config = read_target(run.target)
+    taps = layer_ids(run.target, run.drafter, len(target.layers))
+    drafter, parameters = drafter_shape(config, run.drafter, taps)
+    final = run.loss.reads_target
+    layout = Layout(
+        tokens=run.tokens_per_batch,
+        hidden_width=len(taps) * target.hidden,
+        final_width=target.hidden if final else 0,
+        dtype=DTYPES[run.wire.dtype],
+    )
+    batch = Batch(
+        tokens=run.tokens_per_batch,
+        document=run.document_tokens,
+        anchors=run.drafter.anchors_per_batch,
+        supervised=run.supervised,
+        fixed=not run.gpu.cpu,
+    )
+    return Sizes(
+        target=target,
+        drafter=drafter,
+        drafter_parameters=parameters,
+        depth=len(target.layers) if final else taps[-1] + 1,
+        taps=len(taps),
+        frame=layout.nbytes,
+        batch=batch,
+        target_dtype=target_dtype(run.target, torch.device("cpu" if run.gpu.cpu else "cuda")),
+        drafter_dtype=product_dtype(run),
+    )
+
+
+def product_dtype(run: PlanRun) -> torch.dtype:
+    """Type of the drafter's matrix products."""
+    asked = run.drafter.precision
+    low = asked == "bfloat16" if asked != "auto" else not run.gpu.cpu or cpu_has_bfloat16()
+    return torch.bfloat16 if low else torch.float32
+
+
+def work_of_target(sizes: Sizes) -> Work:
+    """One micro-batch on a target."""
+    return target_work(sizes.target, sizes.depth, sizes.batch, sizes.target_dtype.itemsize)
+
+
+def work_of_drafter(sizes: Sizes, run: PlanRun) -> Work:
+    """One micro-batch on a drafter, without the optimizer."""
+    rows = drafter_rows(sizes.batch, run.drafter.block_size)
+    return drafter_work(
+        sizes.drafter, rows, sizes.batch, run.loss.reads_target, sizes.drafter_dtype.itemsize
+    )
+
+
+def costs_of(sizes: Sizes, run: PlanRun, machine: Machine) -> Costs:
+    """Seconds of a micro-batch on each side."""
+    optimizer = optimizer_work(sizes.drafter_parameters, 0)
+    adding = optimizer_work(sizes.drafter_parameters, 1).bytes - optimizer.bytes
+    drafter = work_of_drafter(sizes, run) + Work(0, adding)
+    return Costs(
+        tokens=run.tokens_per_batch,
+        target_s=machine.seconds(work_of_target(sizes), sizes.target_dtype),
+        drafter_s=machine.seconds(drafter, sizes.drafter_dtype),
+        per_step_s=machine.seconds(optimizer, sizes.drafter_dtype),
+        gradient=4.0 * sizes.drafter_parameters,
+        link=machine.link,
+        network=machine.network,
+        latency_s=run.scaling.network_latency_us * 1e-6,
+        per_step=run.micro_batches_per_step,
+    )
+
+
+def memory_of(sizes: Sizes, run: PlanRun) -> dict[str, Parts]:
+    """Bytes of a rank of each role by part."""
+    reserve = CPU_RESERVE if run.gpu.cpu else GPU_RESERVE
+    rows = drafter_rows(sizes.batch, run.drafter.block_size)
+    return {
+        "target": target_memory(
+            sizes.target,
+            sizes.frame,
+            run.tokens_per_batch,
+            sizes.taps,
+            sizes.target_dtype.itemsize,
+            reserve,
+        ),
+        "drafter": drafter_memory(
+            sizes.drafter,
+            sizes.drafter_parameters,
+            rows,
+            (run.wire.slots + PADDING_FRAMES) * sizes.frame,
+            run.loss.rows_per_chunk,
+            sizes.target.tied,
+            sizes.drafter_dtype.itemsize,
+            reserve,
+        ),
+    }
+
+
+def wire_load(best: Prediction, sizes: Sizes, machine: Machine) -> dict[str, float]:
+    """Bytes/s on each kind of link, and its share of that link's speed."""
+    per_node = best.rate / best.nodes * sizes.frame / sizes.batch.tokens
+    sent, received = per_node / best.targets, per_node / best.drafters
+    between = 2 * (best.nodes - 1) / best.nodes * 4.0 * sizes.drafter_parameters / best.drafters
+    exchanged = between * best.rate / best.step_tokens
+    busiest = max(sent, received)
+    return {
+        "target_sends": sent,
+        "drafter_receives": received,
+        "drafter_exchanges_between_nodes": exchanged,
+        "share_of_link": busiest / machine.link,
+        "share_of_host": busiest / machine.host,
+        "share_of_network": exchanged / machine.network,
+    }
+
+
+def disk(run: PlanRun, parameters: int, steps: int) -> dict[str, float]:
+    """Bytes of one checkpoint, of all that are there at once, and of the export."""
+    policy = run.checkpoint
+    kept = policy.keep + policy.keep_best
+    if policy.keep_every:
+        kept += steps // policy.keep_every
+    one = float(MASTER_BYTES * parameters)
+    # One more is being written before the oldest goes.
+    return {"checkpoint": one, "checkpoints": one * (kept + 1), "export": EXPORT_BYTES * parameters}
+
+
+def make_plan(run: PlanRun) -> dict[str, Any]:
+    """All that is predicted, as JSON values; times in seconds, sizes in bytes.
+
+    Raises:
+        UserError: a configuration that cannot be read, or a rank that does not fit.
+    """
+    sizes = measure_sizes(run)
+    inner = sizes.drafter.intermediate_size
+    machine = make_machine(run.gpu, run.gpus, sizes.target.hidden, inner)
+    memory = memory_of(sizes, run)
+    for role, parts in memory.items():
+        refuse_if_too_large(role, parts, machine.memory)
+    costs = costs_of(sizes, run, machine)
+    splits = all_splits(costs, run.gpus, run.nodes)
+    best = fastest(splits)
+    usual = predict(
+        costs, *split(run.gpus, TopologyConfig(None, None, elastic=False)), nodes=run.nodes
+    )
+    seconds = run.tokens * run.epochs / best.rate
+    steps = math.ceil(run.tokens * run.epochs / best.step_tokens)
+    target, drafter = work_of_target(sizes), work_of_drafter(sizes, run)
+    return {
+        "target": {
+            "name": run.target.name,
+            "parameters": sizes.target.parameters,
+            "layers_run": sizes.depth,
+            "layers": len(sizes.target.layers),
+            "flops_per_token": target.flops / costs.tokens,
+            "bytes_per_token": target.bytes / costs.tokens,
+            "rate": costs.tokens / costs.target_s,
+        },
+        "drafter": {
+            "parameters": sizes.drafter_parameters,
+            "layers": sizes.drafter.num_hidden_layers,
+            "flops_per_token": drafter.flops / costs.tokens,
+            "bytes_per_token": drafter.bytes / costs.tokens,
+            "rate": costs.tokens / costs.drafter_s,
+        },
+        "machine": {"name": run.gpu.name, **asdict(machine)},
+        "memory": memory,
+        "costs": asdict(costs),
+        "splits": [asdict(prediction) for prediction in splits],
+        "best": asdict(best),
+        "default": asdict(usual),
+        "wire": wire_load(best, sizes, machine),
+        "steps": steps,
+        "hours": seconds / 3600,
+        "gpu_hours": seconds / 3600 * run.gpus * run.nodes,
+        "disk": disk(run, sizes.drafter_parameters, steps),
+    }
