@@ -24,8 +24,7 @@ from dflash_mp.drafter.model import DFlashDraftModel
 from dflash_mp.drafter.step import batch_loss
 from dflash_mp.features import FeatureBatch
 from dflash_mp.optim import build_optimizer
-from dflash_mp.plan.machine import make_machine
-from dflash_mp.plan.plan import Sizes, costs_of, measure_sizes
+from dflash_mp.plan.plan import Sizes, costs_of, machine_for, measure_sizes
 from dflash_mp.plan.settings import PlanRun
 from dflash_mp.target.model import FeatureExtractor
 from dflash_mp.wire.frame import DTYPES, Layout
@@ -122,9 +121,7 @@ def compare(shape: Shape, folder: Path) -> list[dict[str, object]]:
     predicted: dict[str, list[float]] = {name: [] for name in work}
     measured: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(ROUNDS):
-        width, inner = sizes.target.hidden, sizes.drafter.intermediate_size
-        machine = make_machine(run.gpu, run.gpus, width, inner)
-        costs = costs_of(sizes, run, machine)
+        costs = costs_of(sizes, run, machine_for(sizes, run))
         for name, seconds in zip(
             work, (costs.target_s, costs.drafter_s, costs.per_step_s), strict=True
         ):
@@ -148,7 +145,7 @@ def line(shape: str, name: str, predicted: float, measured: float) -> dict[str, 
 
 def settings(folder: Path, overrides: list[str]) -> PlanRun:
     """The planner's configuration for a target in ``folder``."""
-    chosen = ["target=hub", f"target.name={folder}", "gpu=cpu", f"supervised={1 - PROMPT / 2}"]
+    chosen = ["target=hub", f"target.name={folder}", "gpu=cpu", "supervised=0.98"]
     with initialize_config_dir(config_dir(), version_base="1.3"):
         return to_config(compose("plan", [*chosen, *overrides]), PlanRun)
 

@@ -7,81 +7,145 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from dflash_mp.plan.settings import GpuConfig
-from dflash_mp.plan.work import Work
+from dflash_mp.plan.work import (
+    ACCESSES,
+    ATTENTION_PRODUCTS,
+    ATTENTION_PRODUCTS_LEARNING,
+    NORM_BYTES,
+    Work,
+)
 
-MEASURE_S = 0.4
+MEASURE_S = 0.3
 PRODUCT_ROWS = 512
-TRAFFIC_ELEMENTS = 1 << 22
+ATTENTION_KEYS = 512
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a rank of one role works."""
+
+    products: float
+    """FLOP/s of matrix products in the role's number type."""
+
+    attention: float
+    """FLOP/s of attention kernels."""
+
+    traffic: float
+    """Bytes/s of elementwise operations, as ``work`` counts them."""
+
+    efficiency: float
+    """Share of the time in which anything is done."""
+
+    def seconds(self, work: Work) -> float:
+        """How long ``work`` takes."""
+        busy = work.flops / self.products + work.attention / self.attention
+        return (busy + work.bytes / self.traffic) / self.efficiency
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A rank's device and links, in FLOP/s, bytes/s and bytes."""
+    """A node's ranks: speeds by role, memory of a rank in bytes, links in bytes/s."""
 
-    float32: float
-    bfloat16: float
-    traffic: float
-    """Bytes/s of elementwise operations, reads and writes together."""
-
+    target: Speed
+    drafter: Speed
     memory: float
     link: float
     host: float
     network: float
-    efficiency: float
-
-    def seconds(self, work: Work, dtype: torch.dtype) -> float:
-        """How long ``work`` takes with matrix products in ``dtype``."""
-        rate = self.bfloat16 if dtype == torch.bfloat16 else self.float32
-        return (work.flops / rate + work.bytes / self.traffic) / self.efficiency
 
 
-def make_machine(gpu: GpuConfig, ranks: int, width: int, inner: int) -> Machine:
+@dataclass(frozen=True)
+class Sample:
+    """What a role's speed is measured on, where the configuration does not state it."""
+
+    dtype: torch.dtype
+    hidden: int
+    inner: int
+    head_size: int
+    learns: bool
+    """Whether there is a backward."""
+
+
+def make_machine(gpu: GpuConfig, ranks: int, target: Sample, drafter: Sample) -> Machine:
     """``gpu``, with what it leaves open measured on this processor by one thread.
 
     Args:
         gpu: the device.
         ranks: processes that share this machine's memory.
-        width: hidden size of the products that are measured.
-        inner: their other size.
+        target: sizes of a target's work.
+        drafter: of a drafter's.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         return Machine(
-            float32=stated(gpu.float32_tflops, 1e12) or product_rate(torch.float32, width, inner),
-            bfloat16=stated(gpu.bfloat16_tflops, 1e12)
-            or product_rate(torch.bfloat16, width, inner),
-            traffic=stated(gpu.memory_gb_s, 1e9) or traffic_rate(),
-            memory=stated(gpu.memory_gb, 1e9) or machine_memory() / ranks,
+            target=make_speed(gpu, target),
+            drafter=make_speed(gpu, drafter),
+            memory=machine_memory() / ranks if gpu.memory_gb is None else gpu.memory_gb * 1e9,
             link=gpu.link_gb_s * 1e9,
             host=gpu.host_gb_s * 1e9,
             network=gpu.network_gb_s * 1e9,
-            efficiency=gpu.efficiency,
         )
     finally:
         torch.set_num_threads(threads)
 
 
-def stated(value: float | None, unit: float) -> float | None:
-    """``value`` in the base unit, if there is one."""
-    return None if value is None else value * unit
+def make_speed(gpu: GpuConfig, sample: Sample) -> Speed:
+    """The stated or measured speed of one role."""
+    low = sample.dtype == torch.bfloat16
+    stated = gpu.bfloat16_tflops if low else gpu.float32_tflops
+    products = product_rate(sample) if stated is None else stated * 1e12
+    share = gpu.attention_share
+    return Speed(
+        products=products,
+        attention=attention_rate(sample) if share is None else share * products,
+        traffic=traffic_rate(sample) if gpu.memory_gb_s is None else gpu.memory_gb_s * 1e9,
+        efficiency=gpu.efficiency,
+    )
 
 
-def product_rate(dtype: torch.dtype, width: int, inner: int) -> float:
-    """FLOP/s of ``[512, width] @ [width, inner]`` and back, as in an MLP."""
-    rows = torch.randn(PRODUCT_ROWS, width).to(dtype)
-    up, down = torch.randn(inner, width).to(dtype), torch.randn(width, inner).to(dtype)
+def product_rate(sample: Sample) -> float:
+    """FLOP/s of an MLP's two products, ``[512, hidden]`` to ``[512, inner]`` and back."""
+    rows = torch.randn(PRODUCT_ROWS, sample.hidden).to(sample.dtype)
+    up = torch.randn(sample.inner, sample.hidden).to(sample.dtype)
+    down = torch.randn(sample.hidden, sample.inner).to(sample.dtype)
     seconds = fastest(lambda: F.linear(F.linear(rows, up), down))
-    return 2.0 * 2 * PRODUCT_ROWS * width * inner / seconds
+    return 2.0 * 2 * PRODUCT_ROWS * sample.hidden * sample.inner / seconds
 
 
-def traffic_rate() -> float:
-    """Bytes/s that go through an addition of two float32 tensors of 16 MiB."""
-    one, other = torch.ones(TRAFFIC_ELEMENTS), torch.ones(TRAFFIC_ELEMENTS)
-    out = torch.empty_like(one)
-    return 3 * one.nbytes / fastest(lambda: torch.add(one, other, out=out))
+def attention_rate(sample: Sample) -> float:
+    """FLOP/s of masked attention with as many queries as keys."""
+    shape = (1, 2, ATTENTION_KEYS, sample.head_size)
+    query, key, value = (
+        torch.randn(shape).to(sample.dtype).requires_grad_(sample.learns) for _ in range(3)
+    )
+    mask = torch.ones(ATTENTION_KEYS, ATTENTION_KEYS, dtype=torch.bool).tril()
+
+    def attend() -> None:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        if sample.learns:
+            out.backward(out.detach())
+
+    products = ATTENTION_PRODUCTS_LEARNING if sample.learns else ATTENTION_PRODUCTS
+    return products * 2.0 * ATTENTION_KEYS * query.numel() / fastest(attend)
+
+
+def traffic_rate(sample: Sample) -> float:
+    """Bytes/s of a norm and a gated activation, counted as ``work`` counts them."""
+    hidden = torch.randn(PRODUCT_ROWS, sample.hidden).to(sample.dtype)
+    gate, up = torch.randn(2, PRODUCT_ROWS, sample.inner).to(sample.dtype)
+    norm = Qwen3RMSNorm(sample.hidden)
+
+    @torch.no_grad()
+    def pass_through() -> None:
+        norm(hidden)
+        F.silu(gate) * up
+
+    counted = NORM_BYTES / 2 * hidden.numel() + ACCESSES * (gate.nbytes + up.nbytes) / 2
+    return counted / fastest(pass_through)
 
 
 def fastest(work: Callable[[], object]) -> float:

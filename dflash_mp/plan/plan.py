@@ -9,7 +9,7 @@ from transformers import Qwen3Config
 
 from dflash_mp.cast import cpu_has_bfloat16, split
 from dflash_mp.config import TopologyConfig
-from dflash_mp.plan.machine import Machine, make_machine
+from dflash_mp.plan.machine import Machine, Sample, make_machine
 from dflash_mp.plan.memory import (
     CPU_RESERVE,
     GPU_RESERVE,
@@ -112,16 +112,28 @@ def work_of_drafter(sizes: Sizes, run: PlanRun) -> Work:
     )
 
 
+def machine_for(sizes: Sizes, run: PlanRun) -> Machine:
+    """``run.gpu``; what it does not state is measured on products of these models' sizes."""
+    hidden, inner = sizes.target.hidden, sizes.drafter.intermediate_size
+    head = sizes.drafter.head_dim
+    return make_machine(
+        run.gpu,
+        run.gpus,
+        Sample(sizes.target_dtype, hidden, inner, head, learns=False),
+        Sample(sizes.drafter_dtype, hidden, inner, head, learns=True),
+    )
+
+
 def costs_of(sizes: Sizes, run: PlanRun, machine: Machine) -> Costs:
     """Seconds of a micro-batch on each side."""
     optimizer = optimizer_work(sizes.drafter_parameters, 0)
     adding = optimizer_work(sizes.drafter_parameters, 1).bytes - optimizer.bytes
-    drafter = work_of_drafter(sizes, run) + Work(0, adding)
+    drafter = work_of_drafter(sizes, run) + Work(bytes=adding)
     return Costs(
         tokens=run.tokens_per_batch,
-        target_s=machine.seconds(work_of_target(sizes), sizes.target_dtype),
-        drafter_s=machine.seconds(drafter, sizes.drafter_dtype),
-        per_step_s=machine.seconds(optimizer, sizes.drafter_dtype),
+        target_s=machine.target.seconds(work_of_target(sizes)),
+        drafter_s=machine.drafter.seconds(drafter),
+        per_step_s=machine.drafter.seconds(optimizer),
         gradient=4.0 * sizes.drafter_parameters,
         link=machine.link,
         network=machine.network,
@@ -191,8 +203,7 @@ def make_plan(run: PlanRun) -> dict[str, Any]:
         UserError: a configuration that cannot be read, or a rank that does not fit.
     """
     sizes = measure_sizes(run)
-    inner = sizes.drafter.intermediate_size
-    machine = make_machine(run.gpu, run.gpus, sizes.target.hidden, inner)
+    machine = machine_for(sizes, run)
     memory = memory_of(sizes, run)
     for role, parts in memory.items():
         refuse_if_too_large(role, parts, machine.memory)
@@ -211,14 +222,14 @@ def make_plan(run: PlanRun) -> dict[str, Any]:
             "parameters": sizes.target.parameters,
             "layers_run": sizes.depth,
             "layers": len(sizes.target.layers),
-            "flops_per_token": target.flops / costs.tokens,
+            "flops_per_token": (target.flops + target.attention) / costs.tokens,
             "bytes_per_token": target.bytes / costs.tokens,
             "rate": costs.tokens / costs.target_s,
         },
         "drafter": {
             "parameters": sizes.drafter_parameters,
             "layers": sizes.drafter.num_hidden_layers,
-            "flops_per_token": drafter.flops / costs.tokens,
+            "flops_per_token": (drafter.flops + drafter.attention) / costs.tokens,
             "bytes_per_token": drafter.bytes / costs.tokens,
             "rate": costs.tokens / costs.drafter_s,
         },

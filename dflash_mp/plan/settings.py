@@ -23,6 +23,7 @@ class GpuConfig:
     cpu: bool = MISSING
     bfloat16_tflops: float | None = MISSING
     float32_tflops: float | None = MISSING
+    attention_share: float | None = MISSING
     memory_gb: float | None = MISSING
     memory_gb_s: float | None = MISSING
     link_gb_s: float = MISSING

@@ -38,18 +38,33 @@ STEP_BYTES = 52
 """For each parameter and step: scale and clip the gradient, AdamW with two moments."""
 
 
+ATTENTION_PRODUCTS = 2
+"""Queries with keys, and weights with values."""
+
+ATTENTION_PRODUCTS_LEARNING = 7
+"""The same and five in the backward, which makes the weights again."""
+
+
 @dataclass(frozen=True)
 class Work:
-    """What is to be done: ``flops`` in products, ``bytes`` in elementwise operations."""
+    """What is to be done."""
 
-    flops: float
-    bytes: float
+    flops: float = 0.0
+    """In matrix products."""
+
+    attention: float = 0.0
+    """FLOPs inside attention kernels, which are slower."""
+
+    bytes: float = 0.0
+    """In elementwise operations."""
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(self.flops + other.flops, self.bytes + other.bytes)
+        return Work(
+            self.flops + other.flops, self.attention + other.attention, self.bytes + other.bytes
+        )
 
     def __mul__(self, times: float) -> "Work":
-        return Work(self.flops * times, self.bytes * times)
+        return Work(self.flops * times, self.attention * times, self.bytes * times)
 
 
 @dataclass(frozen=True)
@@ -73,7 +88,7 @@ def target_work(shape: TargetShape, depth: int, batch: Batch, itemsize: int) -> 
         keys = -(-batch.document // PADDED_ROW_MULTIPLE) * PADDED_ROW_MULTIPLE
         tokens = round(batch.tokens * keys / batch.document)
     layers = (layer_work(layer, shape, keys, itemsize) for layer in shape.layers[:depth])
-    return sum(layers, Work(0, 0)) * tokens
+    return sum(layers, Work()) * tokens
 
 
 def layer_work(layer: LayerShape, shape: TargetShape, keys: int, itemsize: int) -> Work:
@@ -82,17 +97,17 @@ def layer_work(layer: LayerShape, shape: TargetShape, keys: int, itemsize: int) 
     Masked keys cost as much as others, as kernels with a mask compute them. A window cuts nothing
     for the same reason.
     """
-    flops = 2.0 * layer.products
+    flops, attention = 2.0 * layer.products, 0.0
     nbytes = float(NORM_BYTES * shape.hidden + ACCESSES * itemsize * layer.outputs)
     if layer.kind in ATTENTION:
-        flops += 4.0 * keys * shape.attention_width
+        attention = ATTENTION_PRODUCTS * 2.0 * keys * shape.attention_width
     else:
         heads, key, value = shape.state
         # The delta rule in chunks: three products of c x c with keys, two with values, three of
         # keys with values (Yang et al. 2024, arXiv 2412.06464).
         flops += 2.0 * heads * (CHUNK * (3 * key + 2 * value) + 3 * key * value)
         nbytes += 4 * STATE_ACCESSES * heads * (2 * key + value)
-    return Work(flops, nbytes)
+    return Work(flops, attention, nbytes)
 
 
 @dataclass(frozen=True)
@@ -142,7 +157,7 @@ def drafter_work(
     query, shared = config.num_attention_heads * size, config.num_key_value_heads * size
     inner = config.intermediate_size
     # No gradient flows into the target's features: two products instead of three.
-    flops = 2.0 * 2 * rows.context * taps * hidden * hidden
+    flops, attention = 2.0 * 2 * rows.context * taps * hidden * hidden, 0.0
     nbytes = 3.0 * rows.context * hidden * (NORM_BYTES / 2 + 4 * ACCESSES)
     for i, kind in enumerate(config.layer_types):
         window = config.sliding_window if kind == SLIDING else None
@@ -150,8 +165,8 @@ def drafter_work(
         flops += 3.0 * 2 * rows.context * hidden * 2 * shared
         flops += 3.0 * 2 * rows.block * hidden * (query + 2 * shared)
         flops += 3.0 * 2 * ends * (query * hidden + 3 * hidden * inner)
-        # Two products forward and five backward: the scores are made again.
-        flops += 7.0 * 2 * rows.block * keys_seen(batch, config.block_size, window) * query
+        keys = keys_seen(batch, config.block_size, window)
+        attention += ATTENTION_PRODUCTS_LEARNING * 2.0 * rows.block * keys * query
         elements = rows.context * 2 * shared + rows.block * (query + 2 * shared)
         elements += ends * (2 * hidden + 2 * inner)
         nbytes += 3.0 * (ACCESSES * itemsize * elements + NORM_BYTES * ends * hidden)
@@ -159,9 +174,9 @@ def drafter_work(
     passes = 3 if reads_target else 2
     flops += passes * 2.0 * rows.last * config.vocab_size * hidden
     nbytes += (passes - 1) * rows.last * config.vocab_size * LOGIT_BYTES
-    return Work(flops, nbytes)
+    return Work(flops, attention, nbytes)
 
 
 def optimizer_work(parameters: int, micro_batches: float) -> Work:
     """A step of a drafter that adds up ``micro_batches`` of gradients, without products."""
-    return Work(0.0, parameters * (STEP_BYTES + MICRO_BATCH_BYTES * micro_batches))
+    return Work(bytes=parameters * (STEP_BYTES + MICRO_BATCH_BYTES * micro_batches))
