@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from dflash_mp.plan.settings import GpuConfig
 from dflash_mp.plan.work import (
-    ACCESSES,
     ATTENTION_PRODUCTS,
     ATTENTION_PRODUCTS_LEARNING,
-    NORM_BYTES,
+    PASSES_LEARNING,
     Work,
 )
 
 MEASURE_S = 0.3
 PRODUCT_ROWS = 512
 ATTENTION_KEYS = 512
+REUSED_ELEMENTS = 1 << 22
+FRESH_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,9 @@ class Machine:
 
     target: Speed
     drafter: Speed
+    stream: float
+    """Bytes/s of operations in place."""
+
     memory: float
     link: float
     host: float
@@ -84,6 +87,7 @@ def make_machine(gpu: GpuConfig, ranks: int, target: Sample, drafter: Sample) ->
         return Machine(
             target=make_speed(gpu, target),
             drafter=make_speed(gpu, drafter),
+            stream=stream_rate() if gpu.memory_gb_s is None else gpu.memory_gb_s * 1e9,
             memory=machine_memory() / ranks if gpu.memory_gb is None else gpu.memory_gb * 1e9,
             link=gpu.link_gb_s * 1e9,
             host=gpu.host_gb_s * 1e9,
@@ -110,10 +114,17 @@ def make_speed(gpu: GpuConfig, sample: Sample) -> Speed:
 def product_rate(sample: Sample) -> float:
     """FLOP/s of an MLP's two products, ``[512, hidden]`` to ``[512, inner]`` and back."""
     rows = torch.randn(PRODUCT_ROWS, sample.hidden).to(sample.dtype)
-    up = torch.randn(sample.inner, sample.hidden).to(sample.dtype)
-    down = torch.randn(sample.hidden, sample.inner).to(sample.dtype)
-    seconds = fastest(lambda: F.linear(F.linear(rows, up), down))
-    return 2.0 * 2 * PRODUCT_ROWS * sample.hidden * sample.inner / seconds
+    up, down = torch.randn(2, sample.inner * sample.hidden).to(sample.dtype)
+    up, down = up.view(sample.inner, sample.hidden), down.view(sample.hidden, sample.inner)
+    tensors = [tensor.requires_grad_(sample.learns) for tensor in (rows, up, down)]
+
+    def multiply() -> None:
+        out = F.linear(F.linear(rows, up), down)
+        if sample.learns:
+            torch.autograd.grad(out, tensors, out.detach())
+
+    products = PASSES_LEARNING if sample.learns else 1
+    return products * 2.0 * 2 * PRODUCT_ROWS * up.numel() / fastest(multiply)
 
 
 def attention_rate(sample: Sample) -> float:
@@ -127,25 +138,28 @@ def attention_rate(sample: Sample) -> float:
     def attend() -> None:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         if sample.learns:
-            out.backward(out.detach())
+            torch.autograd.grad(out, (query, key, value), out.detach())
 
     products = ATTENTION_PRODUCTS_LEARNING if sample.learns else ATTENTION_PRODUCTS
     return products * 2.0 * ATTENTION_KEYS * query.numel() / fastest(attend)
 
 
 def traffic_rate(sample: Sample) -> float:
-    """Bytes/s of a norm and a gated activation, counted as ``work`` counts them."""
-    hidden = torch.randn(PRODUCT_ROWS, sample.hidden).to(sample.dtype)
-    gate, up = torch.randn(2, PRODUCT_ROWS, sample.inner).to(sample.dtype)
-    norm = Qwen3RMSNorm(sample.hidden)
+    """Bytes/s of a product of two tensors, the result in memory that the allocator provides.
 
-    @torch.no_grad()
-    def pass_through() -> None:
-        norm(hidden)
-        F.silu(gate) * up
+    What a backward needs later is never written where something was before: its memory comes from
+    the system, page by page, as it does for tensors of 32 MiB and more. A forward that keeps
+    nothing reuses its memory.
+    """
+    elements = FRESH_ELEMENTS if sample.learns else REUSED_ELEMENTS
+    one, other = torch.ones(elements), torch.ones(elements)
+    return 3 * one.nbytes / fastest(lambda: one * other)
 
-    counted = NORM_BYTES / 2 * hidden.numel() + ACCESSES * (gate.nbytes + up.nbytes) / 2
-    return counted / fastest(pass_through)
+
+def stream_rate() -> float:
+    """Bytes/s of an addition in place, as an optimizer makes them."""
+    one, other = torch.ones(FRESH_ELEMENTS), torch.ones(FRESH_ELEMENTS)
+    return 3 * one.nbytes / fastest(lambda: one.add_(other))
 
 
 def fastest(work: Callable[[], object]) -> float:

@@ -22,11 +22,11 @@ from dflash_mp.plan.predict import Costs, Prediction, all_splits, fastest, predi
 from dflash_mp.plan.settings import PlanRun
 from dflash_mp.plan.shapes import TargetShape, drafter_shape, layer_ids, read_target
 from dflash_mp.plan.work import (
+    STEP_BYTES,
     Batch,
     Work,
     drafter_rows,
     drafter_work,
-    optimizer_work,
     target_work,
 )
 from dflash_mp.target.model import target_dtype
@@ -105,10 +105,15 @@ def work_of_target(sizes: Sizes) -> Work:
 
 
 def work_of_drafter(sizes: Sizes, run: PlanRun) -> Work:
-    """One micro-batch on a drafter, without the optimizer."""
+    """One micro-batch on a drafter, without its share of the optimizer."""
     rows = drafter_rows(sizes.batch, run.drafter.block_size)
     return drafter_work(
-        sizes.drafter, rows, sizes.batch, run.loss.reads_target, sizes.drafter_dtype.itemsize
+        sizes.drafter,
+        sizes.drafter_parameters,
+        rows,
+        sizes.batch,
+        run.loss.reads_target,
+        sizes.drafter_dtype.itemsize,
     )
 
 
@@ -126,14 +131,12 @@ def machine_for(sizes: Sizes, run: PlanRun) -> Machine:
 
 def costs_of(sizes: Sizes, run: PlanRun, machine: Machine) -> Costs:
     """Seconds of a micro-batch on each side."""
-    optimizer = optimizer_work(sizes.drafter_parameters, 0)
-    adding = optimizer_work(sizes.drafter_parameters, 1).bytes - optimizer.bytes
-    drafter = work_of_drafter(sizes, run) + Work(bytes=adding)
+    optimizer_bytes = sizes.drafter_parameters * STEP_BYTES
     return Costs(
         tokens=run.tokens_per_batch,
         target_s=machine.target.seconds(work_of_target(sizes)),
-        drafter_s=machine.drafter.seconds(drafter),
-        per_step_s=machine.drafter.seconds(optimizer),
+        drafter_s=machine.drafter.seconds(work_of_drafter(sizes, run)),
+        per_step_s=optimizer_bytes / machine.stream,
         gradient=4.0 * sizes.drafter_parameters,
         link=machine.link,
         network=machine.network,

@@ -34,9 +34,12 @@ LOGIT_BYTES = 48
 MICRO_BATCH_BYTES = 24
 """For each parameter and micro-batch: cast to the type of products, gradient back, added up."""
 
-STEP_BYTES = 52
+STEP_BYTES = 48
 """For each parameter and step: scale and clip the gradient, AdamW with two moments."""
 
+
+PASSES_LEARNING = 3
+"""A product's own and those of its two gradients; elementwise work is about as much."""
 
 ATTENTION_PRODUCTS = 2
 """Queries with keys, and weights with values."""
@@ -149,9 +152,23 @@ def keys_seen(batch: Batch, block_size: int, window: int | None) -> float:
 
 
 def drafter_work(
-    config: Qwen3Config, rows: Rows, batch: Batch, reads_target: bool, itemsize: int
+    config: Qwen3Config,
+    parameters: int,
+    rows: Rows,
+    batch: Batch,
+    reads_target: bool,
+    itemsize: int,
 ) -> Work:
-    """Forward and backward of one micro-batch; ``itemsize`` of products' inputs."""
+    """Forward and backward of one micro-batch, without the optimizer.
+
+    Args:
+        config: of the drafter.
+        parameters: their number.
+        rows: of the micro-batch.
+        batch: the micro-batch.
+        reads_target: whether the objective needs the target's logits.
+        itemsize: of the inputs of products.
+    """
     hidden, size = config.hidden_size, config.head_dim
     taps = len(config.dflash_config["target_layer_ids"])
     query, shared = config.num_attention_heads * size, config.num_key_value_heads * size
@@ -159,6 +176,7 @@ def drafter_work(
     # No gradient flows into the target's features: two products instead of three.
     flops, attention = 2.0 * 2 * rows.context * taps * hidden * hidden, 0.0
     nbytes = 3.0 * rows.context * hidden * (NORM_BYTES / 2 + 4 * ACCESSES)
+    nbytes += parameters * MICRO_BATCH_BYTES
     for i, kind in enumerate(config.layer_types):
         window = config.sliding_window if kind == SLIDING else None
         ends = rows.last if i == config.num_hidden_layers - 1 else rows.block
@@ -175,8 +193,3 @@ def drafter_work(
     flops += passes * 2.0 * rows.last * config.vocab_size * hidden
     nbytes += (passes - 1) * rows.last * config.vocab_size * LOGIT_BYTES
     return Work(flops, attention, nbytes)
-
-
-def optimizer_work(parameters: int, micro_batches: float) -> Work:
-    """A step of a drafter that adds up ``micro_batches`` of gradients, without products."""
-    return Work(bytes=parameters * (STEP_BYTES + MICRO_BATCH_BYTES * micro_batches))
