@@ -34,7 +34,10 @@ class Speed:
     """FLOP/s of attention kernels."""
 
     traffic: float
-    """Bytes/s of elementwise operations, as ``work`` counts them."""
+    """Bytes/s of elementwise operations that write new tensors."""
+
+    stream: float
+    """Bytes/s of those that do not."""
 
     efficiency: float
     """Share of the time in which anything is done."""
@@ -42,7 +45,8 @@ class Speed:
     def seconds(self, work: Work) -> float:
         """How long ``work`` takes."""
         busy = work.flops / self.products + work.attention / self.attention
-        return (busy + work.bytes / self.traffic) / self.efficiency
+        moved = work.bytes / self.traffic + work.in_place / self.stream
+        return (busy + moved) / self.efficiency
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,6 @@ class Machine:
 
     target: Speed
     drafter: Speed
-    stream: float
-    """Bytes/s of operations in place."""
-
     memory: float
     link: float
     host: float
@@ -87,7 +88,6 @@ def make_machine(gpu: GpuConfig, ranks: int, target: Sample, drafter: Sample) ->
         return Machine(
             target=make_speed(gpu, target),
             drafter=make_speed(gpu, drafter),
-            stream=stream_rate() if gpu.memory_gb_s is None else gpu.memory_gb_s * 1e9,
             memory=machine_memory() / ranks if gpu.memory_gb is None else gpu.memory_gb * 1e9,
             link=gpu.link_gb_s * 1e9,
             host=gpu.host_gb_s * 1e9,
@@ -107,6 +107,7 @@ def make_speed(gpu: GpuConfig, sample: Sample) -> Speed:
         products=products,
         attention=attention_rate(sample) if share is None else share * products,
         traffic=traffic_rate(sample) if gpu.memory_gb_s is None else gpu.memory_gb_s * 1e9,
+        stream=stream_rate() if gpu.memory_gb_s is None else gpu.memory_gb_s * 1e9,
         efficiency=gpu.efficiency,
     )
 

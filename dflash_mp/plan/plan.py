@@ -22,11 +22,11 @@ from dflash_mp.plan.predict import Costs, Prediction, all_splits, fastest, predi
 from dflash_mp.plan.settings import PlanRun
 from dflash_mp.plan.shapes import TargetShape, drafter_shape, layer_ids, read_target
 from dflash_mp.plan.work import (
-    STEP_BYTES,
     Batch,
     Work,
     drafter_rows,
     drafter_work,
+    step_work,
     target_work,
 )
 from dflash_mp.target.model import target_dtype
@@ -131,12 +131,11 @@ def machine_for(sizes: Sizes, run: PlanRun) -> Machine:
 
 def costs_of(sizes: Sizes, run: PlanRun, machine: Machine) -> Costs:
     """Seconds of a micro-batch on each side."""
-    optimizer_bytes = sizes.drafter_parameters * STEP_BYTES
     return Costs(
         tokens=run.tokens_per_batch,
         target_s=machine.target.seconds(work_of_target(sizes)),
         drafter_s=machine.drafter.seconds(work_of_drafter(sizes, run)),
-        per_step_s=optimizer_bytes / machine.stream,
+        per_step_s=machine.drafter.seconds(step_work(sizes.drafter_parameters)),
         gradient=4.0 * sizes.drafter_parameters,
         link=machine.link,
         network=machine.network,
@@ -226,14 +225,14 @@ def make_plan(run: PlanRun) -> dict[str, Any]:
             "layers_run": sizes.depth,
             "layers": len(sizes.target.layers),
             "flops_per_token": (target.flops + target.attention) / costs.tokens,
-            "bytes_per_token": target.bytes / costs.tokens,
+            "bytes_per_token": (target.bytes + target.in_place) / costs.tokens,
             "rate": costs.tokens / costs.target_s,
         },
         "drafter": {
             "parameters": sizes.drafter_parameters,
             "layers": sizes.drafter.num_hidden_layers,
             "flops_per_token": (drafter.flops + drafter.attention) / costs.tokens,
-            "bytes_per_token": drafter.bytes / costs.tokens,
+            "bytes_per_token": (drafter.bytes + drafter.in_place) / costs.tokens,
             "rate": costs.tokens / costs.drafter_s,
         },
         "machine": {"name": run.gpu.name, **asdict(machine)},

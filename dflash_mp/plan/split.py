@@ -2,6 +2,12 @@
 
 from dataclasses import dataclass
 
+LEAST_BUSY = 0.01
+"""A role that seems to wait all the time has an unknown rate; so much of its time it is busy."""
+
+LEAST_GAIN = 0.02
+"""What a split must gain to be worth a word."""
+
 
 @dataclass(frozen=True)
 class Split:
@@ -34,3 +40,31 @@ def best_split(target_rate: float, drafter_rate: float, ranks: int) -> Split:
         for drafters in range(1, ranks)
     ]
     return max(splits, key=lambda split: (split.rate, split.drafters))
+
+
+def advice(
+    rate: float, targets: int, drafters: int, target_wait: float, drafter_wait: float
+) -> str:
+    """What a node's split has reached, which one would be best, and its gain; one line.
+
+    Args:
+        rate: tokens per second of the node.
+        targets: of the node.
+        drafters: of the node.
+        target_wait: share of their time that its targets wait for drafters.
+        drafter_wait: share of their time that its drafters wait for targets.
+    """
+    target_rate = rate / targets / max(1 - target_wait, LEAST_BUSY)
+    drafter_rate = rate / drafters / max(1 - drafter_wait, LEAST_BUSY)
+    best = best_split(target_rate, drafter_rate, targets + drafters)
+    now = split_rate(targets, drafters, target_rate, drafter_rate)
+    measured = (
+        f"{targets} targets + {drafters} drafters: a target makes {target_rate:,.0f} tokens/s, a "
+        f"drafter takes {drafter_rate:,.0f}"
+    )
+    if best.rate < now * (1 + LEAST_GAIN):
+        return f"{measured}; no other split of this node is faster"
+    return (
+        f"{measured}; topology.targets={best.targets} topology.drafters={best.drafters} would be "
+        f"{best.rate / now - 1:.0%} faster"
+    )

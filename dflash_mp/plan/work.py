@@ -8,7 +8,7 @@ Legend: S tokens of a micro-batch, L tokens of a document, A blocks, B block siz
 rows, H hidden size, V vocabulary, n tapped layers, N query heads, G key heads, D head size.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from transformers import Qwen3Config
 
@@ -28,8 +28,11 @@ ACCESSES = 5
 STATE_ACCESSES = 12
 """The same for each element of queries, keys and values of linear attention, in fp32."""
 
-LOGIT_BYTES = 48
-"""For each logit: to fp32, maximum, difference, exponential, sum, quotient, back."""
+LOGIT_BYTES = 12
+"""For each logit: to fp32 and back."""
+
+LOGIT_IN_PLACE_BYTES = 36
+"""For each logit: its label, maximum, difference, exponential, sum, quotient."""
 
 MICRO_BATCH_BYTES = 24
 """For each parameter and micro-batch: cast to the type of products, gradient back, added up."""
@@ -59,15 +62,16 @@ class Work:
     """FLOPs inside attention kernels, which are slower."""
 
     bytes: float = 0.0
-    """In elementwise operations."""
+    """In elementwise operations that write new tensors."""
+
+    in_place: float = 0.0
+    """Bytes in elementwise operations that do not."""
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(
-            self.flops + other.flops, self.attention + other.attention, self.bytes + other.bytes
-        )
+        return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, times: float) -> "Work":
-        return Work(self.flops * times, self.attention * times, self.bytes * times)
+        return Work(*(value * times for value in astuple(self)))
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ def keys_seen(batch: Batch, block_size: int, window: int | None) -> float:
     """
     group = min(BLOCKS_PER_GROUP, batch.anchors)
     span = (group - 1) * batch.tokens / batch.anchors
-    context = (batch.document - min(span, batch.document)) / 2 + span
+    context = min(batch.document, batch.tokens - span) / 2 + span
     if window is not None:
         context = min(context, window + span)
     return context + group * block_size
@@ -191,5 +195,11 @@ def drafter_work(
     # The head is frozen: logits forward, and the rows' gradient; the target's own logits if asked.
     passes = 3 if reads_target else 2
     flops += passes * 2.0 * rows.last * config.vocab_size * hidden
-    nbytes += (passes - 1) * rows.last * config.vocab_size * LOGIT_BYTES
-    return Work(flops, attention, nbytes)
+    logits = (passes - 1) * rows.last * config.vocab_size
+    nbytes += logits * LOGIT_BYTES
+    return Work(flops, attention, nbytes, float(logits * LOGIT_IN_PLACE_BYTES))
+
+
+def step_work(parameters: int) -> Work:
+    """What a drafter does once in a step."""
+    return Work(in_place=float(parameters * STEP_BYTES))

@@ -94,6 +94,8 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
         # Once in a while, the main drafter: log, save, ask the targets to decode.
         if due(step, config.log_interval, last):
             values |= meter.values(accelerator, learner.schedule)
+            if line := meter.split_advice():
+                log.info("%s", line)
         if values:
             tracker.log(step, values)
         tracker.show(step, meter.shown())

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dflash_mp.cast import Cast
 from dflash_mp.job import Job
+from dflash_mp.plan.split import advice
 from dflash_mp.wire.receiver import Receiver
 
 
@@ -25,6 +26,7 @@ class Meter:
 
     def __init__(self, cast: Cast, job: Job, receiver: Receiver) -> None:
         self.store = cast.store
+        self.place = cast.place
         self.targets = range(cast.place.targets_per_node)
         self.main = cast.place.is_main
         self.per_step = job.config.micro_batches_per_step
@@ -36,6 +38,7 @@ class Meter:
         self.training = 0.0
         self.clocks: dict[str, float] = {}
         self.latest: dict[str, float] = {}
+        self.windows = 0
         self.acceptance: float | None = None
 
     def add(self, step: Callable[[], Tensor]) -> None:
@@ -89,7 +92,26 @@ class Meter:
         }
         self.counts.zero_()
         self.steps, self.since, self.waited, self.training = 0, now, waited, 0.0
+        self.windows += 1
         return dict(self.latest)
+
+    def split_advice(self) -> str | None:
+        """Once, behind the second ``values``: the split that would be best, by measured rates.
+
+        In the first interval the pipeline fills. None on other ranks, and where two ranks leave no
+        choice.
+        """
+        place = self.place
+        ranks = place.targets_per_node + place.drafters_per_node
+        if self.windows != 2 or ranks == 2 or "perf/target_wait" not in self.latest:
+            return None
+        return advice(
+            self.latest["perf/tokens_per_s"] / place.nodes,
+            place.targets_per_node,
+            place.drafters_per_node,
+            self.latest["perf/target_wait"],
+            self.latest["perf/drafter_wait"],
+        )
 
     def shown(self) -> dict[str, str]:
         """The progress line's fields, as of the last ``values``."""

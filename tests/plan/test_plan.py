@@ -1,0 +1,172 @@
+"""The plan of a 27B target, what memory is made of, and how a job grows with its nodes."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from transformers import Qwen3Config
+
+from dflash_mp.config import UserError, config_dir, to_config
+from dflash_mp.drafter.frozen_head import FrozenHead
+from dflash_mp.drafter.model import DFlashDraftModel
+from dflash_mp.drafter.step import batch_loss
+from dflash_mp.plan.memory import refuse_if_too_large, saved_activations
+from dflash_mp.plan.plan import make_plan, measure_sizes
+from dflash_mp.plan.predict import Costs, Prediction, predict
+from dflash_mp.plan.scaling import expected_maximum, node_counts, simulate
+from dflash_mp.plan.settings import PlanRun, ScalingConfig
+from dflash_mp.plan.work import drafter_rows
+from dflash_mp.wire.frame import Layout
+
+HERE = Path(__file__).parent
+TARGET_27B = ["target=hub", f"target.name={HERE / 'qwen3_6_27b'}"]
+SEEDS_RATE = 12_000
+"""Tokens/s of the programs that this project was started from, on eight GPUs."""
+
+
+def settings(*overrides: str) -> PlanRun:
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        return to_config(compose("plan", [*TARGET_27B, *overrides]), PlanRun)
+
+
+def test_five_and_three_comes_out_for_a_27b_target_on_eight_gpus() -> None:
+    plan = make_plan(settings("gpus=8", "gpu=h200"))
+    assert (plan["best"]["targets"], plan["best"]["drafters"]) == (5, 3)
+    assert plan["best"] == plan["default"]
+    assert plan["best"]["rate"] > 3 * SEEDS_RATE
+    # 27 billion parameters less the embedding, and the draft layers of its width.
+    assert plan["target"]["parameters"] == pytest.approx(26.9e9, rel=0.01)
+    assert (plan["target"]["layers_run"], plan["drafter"]["layers"]) == (62, 5)
+    assert plan["wire"]["share_of_link"] < 0.05
+
+
+@pytest.mark.parametrize("gpu", ["h100", "b200", "a100"])
+def test_the_split_hardly_depends_on_the_gpu(gpu: str) -> None:
+    plan = make_plan(settings(f"gpu={gpu}"))
+    assert plan["default"]["rate"] > 0.85 * plan["best"]["rate"]
+
+
+def test_nodes_multiply_ranks_and_cost_an_exchange() -> None:
+    one, four = make_plan(settings()), make_plan(settings("nodes=4"))
+    assert 3 * one["best"]["rate"] < four["best"]["rate"] <= 4 * one["best"]["rate"]
+    assert four["best"]["all_reduce_s"] > one["best"]["all_reduce_s"]
+    assert one["wire"]["share_of_network"] == 0 < four["wire"]["share_of_network"]
+
+
+def test_hours_and_disk_follow_the_data_and_the_policy() -> None:
+    once = make_plan(settings("tokens=1e8", "epochs=1"))
+    twice = make_plan(settings("tokens=1e8", "epochs=2", "checkpoint.keep=5"))
+    assert twice["hours"] == pytest.approx(2 * once["hours"])
+    assert once["gpu_hours"] == pytest.approx(8 * once["hours"])
+    assert once["disk"]["checkpoint"] == 12 * once["drafter"]["parameters"]
+    assert (
+        twice["disk"]["checkpoints"] - once["disk"]["checkpoints"] == 3 * once["disk"]["checkpoint"]
+    )
+
+
+def test_what_does_not_fit_is_refused_with_the_part_to_change() -> None:
+    with pytest.raises(UserError, match=r"a target rank needs 5\d\.. GB \(weights 53.*smaller"):
+        make_plan(settings("gpu.memory_gb=40"))
+    with pytest.raises(UserError, match=r"a drafter rank needs .* lower .*anchors_per_batch"):
+        make_plan(settings("gpu.memory_gb=80", "drafter.anchors_per_batch=4096"))
+    refuse_if_too_large("target", {"weights": 1.0}, 1.0)
+
+
+def test_saved_activations_are_those_that_autograd_keeps(tmp_path: Path) -> None:
+    """Counted by torch: every storage that a forward puts away, parameters left out."""
+    Qwen3Config(
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=64,
+    ).save_pretrained(tmp_path)
+    run = settings(
+        f"target.name={tmp_path}",
+        "gpu=cpu",
+        "tokens_per_batch=256",
+        "document_tokens=256",
+        "drafter.anchors_per_batch=32",
+        "supervised=1",
+        "drafter.precision=float32",
+    )
+    sizes = measure_sizes(run)
+    model = DFlashDraftModel(sizes.drafter)
+    model.init_weights(0)
+    head = FrozenHead(torch.randn(64, 256))
+    layout = Layout(256, sizes.taps * 256, 0, torch.float32)
+    batch = layout.view(layout.allocate(torch.device("cpu")), 0)
+    batch.position_ids.copy_(torch.arange(256))
+    batch.loss_mask.fill_(1)
+    kept: dict[int, int] = {p.untyped_storage().data_ptr(): 0 for p in model.parameters()}
+    alive = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept.setdefault(storage.data_ptr(), storage.nbytes())
+        alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        batch_loss(model, head, batch, 0, run.drafter, run.loss, seed=0)
+    expected = saved_activations(sizes.drafter, drafter_rows(sizes.batch, 16), 4)
+    assert sum(kept.values()) == pytest.approx(expected, rel=0.25)
+
+
+COSTS = Costs(
+    tokens=4096,
+    target_s=0.4,
+    drafter_s=0.28,
+    per_step_s=0.01,
+    gradient=7e9,
+    link=4.5e11,
+    network=5e10,
+    latency_s=1e-5,
+    per_step=None,
+)
+
+
+def test_the_slowest_of_many_as_drawn() -> None:
+    generator = random.Random(0)
+    for count in (1, 3, 30, 300):
+        drawn = fmean(max(generator.gauss(0, 1) for _ in range(count)) for _ in range(3000))
+        assert expected_maximum(count) == pytest.approx(drawn, abs=0.06)
+
+
+def test_a_job_loses_a_little_with_each_node_and_much_when_its_store_is_full() -> None:
+    split = predict(COSTS, 5, 3, 1)
+    scales = simulate(COSTS, split, 1000, ScalingConfig(0.02, 10.0, 5000.0))
+    assert [scale.nodes for scale in scales] == node_counts(1000)
+    own = [scale.efficiency_node_stores for scale in scales]
+    assert own[0] == 1
+    assert own == sorted(own, reverse=True)
+    assert own[-1] > 0.8
+    assert scales[-1].one_store == 5000 * COSTS.tokens < scales[-1].node_stores
+
+
+def test_equal_ranks_without_costs_lose_nothing() -> None:
+    costs = Costs(**{**vars(COSTS), "gradient": 0.0, "latency_s": 0.0})
+    scales = simulate(costs, predict(costs, 5, 3, 1), 64, ScalingConfig(0.0, 0.0, 1e9))
+    assert [scale.efficiency_node_stores for scale in scales] == pytest.approx([1.0] * len(scales))
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_table_json_and_a_picture(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dflash_mp.plan", *TARGET_27B, f"hydra.run.dir={tmp_path}"]
+    done = subprocess.run(
+        [*command, "simulate=true", "nodes=1000"], capture_output=True, text=True, check=True
+    )
+    assert "5 + 3" in done.stdout
+    assert "best, default" in done.stdout
+    facts = json.loads((tmp_path / "plan.json").read_text())
+    assert Prediction(**facts["best"]).nodes == 1000
+    assert len(facts["scaling"]) == len(node_counts(1000))
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
