@@ -72,6 +72,11 @@ class Tracker:
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update(step - self.bar.n)
 
+    def write(self, line: str) -> None:
+        """A line above the progress line."""
+        if self.main:
+            self.bar.write(line, file=sys.stderr)
+
     def log(self, step: int, values: dict[str, float]) -> None:
         """Send ``values`` to the trackers and append them to metrics.jsonl."""
         self.accelerator.log(values, step=step)

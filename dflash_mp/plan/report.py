@@ -64,7 +64,7 @@ def costs(plan: dict[str, Any]) -> list[str]:
             f"GB/s with other nodes: {wire['share_of_network']:.1%} of its adapter"
         )
     lines += [
-        f"time     {plan['hours']:,.1f} hours, {plan['gpu_hours']:,.0f} GPU-hours, "
+        f"time     {plan['hours']:,.2f} hours, {plan['gpu_hours']:,.0f} GPU-hours, "
         f"{plan['steps']:,} steps",
         f"disk     checkpoint {disk['checkpoint'] / 1e9:.1f} GB, at most "
         f"{disk['checkpoints'] / 1e9:.1f} GB of them, export {disk['export'] / 1e9:.1f} GB",

@@ -95,7 +95,7 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
         if due(step, config.log_interval, last):
             values |= meter.values(accelerator, learner.schedule)
             if line := meter.split_advice():
-                log.info("%s", line)
+                tracker.write(line)
         if values:
             tracker.log(step, values)
         tracker.show(step, meter.shown())

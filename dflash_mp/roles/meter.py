@@ -98,8 +98,8 @@ class Meter:
     def split_advice(self) -> str | None:
         """Once, behind the second ``values``: the split that would be best, by measured rates.
 
-        In the first interval the pipeline fills. None on other ranks, and where two ranks leave no
-        choice.
+        In the first interval the pipeline fills. None where two ranks leave no choice, and on
+        ranks without the targets' clocks.
         """
         place = self.place
         ranks = place.targets_per_node + place.drafters_per_node
