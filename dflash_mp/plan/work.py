@@ -179,19 +179,19 @@ def drafter_work(
     inner = config.intermediate_size
     # No gradient flows into the target's features: two products instead of three.
     flops, attention = 2.0 * 2 * rows.context * taps * hidden * hidden, 0.0
-    nbytes = 3.0 * rows.context * hidden * (NORM_BYTES / 2 + 4 * ACCESSES)
+    nbytes = float(PASSES_LEARNING) * rows.context * hidden * (NORM_BYTES / 2 + 4 * ACCESSES)
     nbytes += parameters * MICRO_BATCH_BYTES
     for i, kind in enumerate(config.layer_types):
         window = config.sliding_window if kind == SLIDING else None
         ends = rows.last if i == config.num_hidden_layers - 1 else rows.block
-        flops += 3.0 * 2 * rows.context * hidden * 2 * shared
-        flops += 3.0 * 2 * rows.block * hidden * (query + 2 * shared)
-        flops += 3.0 * 2 * ends * (query * hidden + 3 * hidden * inner)
+        flops += PASSES_LEARNING * 2.0 * rows.context * hidden * 2 * shared
+        flops += PASSES_LEARNING * 2.0 * rows.block * hidden * (query + 2 * shared)
+        flops += PASSES_LEARNING * 2.0 * ends * (query * hidden + 3 * hidden * inner)
         keys = keys_seen(batch, config.block_size, window)
         attention += ATTENTION_PRODUCTS_LEARNING * 2.0 * rows.block * keys * query
         elements = rows.context * 2 * shared + rows.block * (query + 2 * shared)
         elements += ends * (2 * hidden + 2 * inner)
-        nbytes += 3.0 * (ACCESSES * itemsize * elements + NORM_BYTES * ends * hidden)
+        nbytes += PASSES_LEARNING * (ACCESSES * itemsize * elements + NORM_BYTES * ends * hidden)
     # The head is frozen: logits forward, and the rows' gradient; the target's own logits if asked.
     passes = 3 if reads_target else 2
     flops += passes * 2.0 * rows.last * config.vocab_size * hidden

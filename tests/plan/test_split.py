@@ -29,6 +29,8 @@ def test_advice_from_how_long_each_side_waits() -> None:
     line = advice(1000.0, targets=4, drafters=4, target_wait=0.0, drafter_wait=0.5)
     assert "a target makes 250 tokens/s, a drafter takes 500" in line
     assert line.endswith("topology.targets=5 topology.drafters=3 would be 25% faster")
+    line = advice(600.0, targets=6, drafters=2, target_wait=0.5, drafter_wait=0.0)
+    assert "a target makes 200 tokens/s, a drafter takes 300" in line
     assert "no other split" in advice(1500.0, 5, 3, target_wait=0.0, drafter_wait=0.02)
     # Never a division by zero.
     assert "7 + 1" not in advice(1.0, 1, 7, target_wait=1.0, drafter_wait=1.0)

@@ -33,7 +33,7 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "vocab_size": 512,
+    "vocab_size": 2048,
     "max_position_embeddings": 512,
 }
 TARGETS: dict[str, Callable[[], PretrainedConfig]] = {
