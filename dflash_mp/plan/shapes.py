@@ -46,7 +46,6 @@ class TargetShape:
     attention_width: int
     """Query heads times their size."""
 
-    window: int | None
     state: tuple[int, int, int]
     """Heads, key size and value size of linear attention; zeros without."""
 
@@ -93,7 +92,6 @@ def target_shape(model: nn.Module, config: Any) -> TargetShape:
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         attention_width=heads * (getattr(text, "head_dim", None) or text.hidden_size // heads),
-        window=getattr(text, "sliding_window", None),
         state=(state_heads, key_size, value_size),
         tied=bool(config.tie_word_embeddings or text.tie_word_embeddings),
         packs=set(kinds) <= set(ATTENTION),
