@@ -1,7 +1,13 @@
-"""Plan a training: ``python -m dflash_mp.plan target=... drafter=... gpus=8 gpu=h200``.
+"""Plan a training: rates, memory, the best split, time and wire load, from configurations alone.
 
-Reads configurations only; needs no GPU. ``simulate=true nodes=1000`` also predicts how the job
-grows. Leaves a table in the terminal, ``plan.json``, and ``scaling.png``.
+    python -m dflash_mp.plan target=qwen3_8b gpus=8 gpu=h200
+
+target=qwen3_8b    the target, a file of conf/target; drafter, data and optim are the training's keys
+gpus=8 nodes=1     GPUs of a node, and nodes
+gpu=h200           a file of conf/gpu: h200, h100, a100, b200, or cpu (measured on this machine)
+simulate=true      also predict how the job grows up to nodes=..., as a table and scaling.png
+
+Needs no GPU and loads no weights; leaves a table in the terminal and plan.json.
 """
 
 import json

@@ -70,9 +70,7 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
     frames = watched(iter(receiver), job.plan, cast.place.role_rank, sentinel)
     heldout = [kept(batch) for _, batch in take(frames, job.plan.heldout_frames)]
 
-    meter = Meter(cast, job, receiver)
-    if start.checkpoint is not None:
-        meter.restore(checkpoint.read_state(start.checkpoint)["meter"])
+    meter = make_meter(cast, job, receiver)
     vote, page = means.make_vote(sentinel), LiveReport(job.folder, cast.place.is_main)
     if cast.place.is_main:
         sentinel.training(True)
@@ -115,6 +113,14 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
     page.write()
     for edge in edges.values():
         edge.close()
+
+
+def make_meter(cast: Cast, job: Job, receiver: Receiver) -> Meter:
+    """A meter that goes on with what an earlier process had counted."""
+    meter = Meter(cast, job, receiver)
+    if job.start.checkpoint is not None:
+        meter.restore(checkpoint.read_state(job.start.checkpoint)["meter"])
+    return meter
 
 
 def leave_early(
