@@ -37,10 +37,20 @@ test-fast: install ## Run the tests that take seconds
 interop: install ## Let z-lab's, SpecForge's and speculators' own packages judge the exports
 	$(BIN)/python tests/interop/run.py $(wildcard outputs/smollm2_narrow/export)
 
-repro-race: ## See the torch.compile race of threads; TORCH=2.11.0 takes another torch, in its own environment
-	$(PYTHON) -m venv .venvs/race-$(TORCH)
-	.venvs/race-$(TORCH)/bin/pip install --quiet torch==$(TORCH) numpy hydra-core==1.3.*
-	PYTHONPATH=. .venvs/race-$(TORCH)/bin/python -m dflash_mp.diagnostics.race
+# With TORCH on the command line, in an environment of that torch, which is kept.
+ifeq ($(origin TORCH),command line)
+RACE_VENV := .venvs/race-$(TORCH)
+else
+RACE_VENV := $(VENV)
+endif
+
+repro-race: $(RACE_VENV)/installed ## See the torch.compile race of threads; TORCH=2.11.0 takes another torch, ARGS= its keys
+	PYTHONPATH=. $(RACE_VENV)/bin/python -m dflash_mp.diagnostics.race $(ARGS)
+
+.venvs/race-$(TORCH)/installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet torch==$(TORCH) numpy 'hydra-core==1.3.*'
+	@touch $@
 
 fault-matrix: install ## Break tiny jobs in every way under both launchers; print what was said and how fast
 	$(BIN)/python tests/faults/matrix.py

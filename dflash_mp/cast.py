@@ -283,7 +283,13 @@ def current_job(store: dist.Store) -> dist.Store | None:
 def choose_device(threads: int | None) -> torch.device:
     """The GPU of this local rank, or the CPU; sets the process's thread count."""
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        require(
+            local < gpus,
+            f"local rank {local} has no GPU: this node shows {gpus} (CUDA_VISIBLE_DEVICES); start "
+            f"at most {gpus} processes a node, or CUDA_VISIBLE_DEVICES= to use the CPU",
+        )
+        device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")

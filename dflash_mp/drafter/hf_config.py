@@ -12,6 +12,14 @@ from transformers import PretrainedConfig, Qwen3Config
 from dflash_mp.config import DrafterConfig, require
 
 DEFAULT_ROPE_THETA = 10000.0
+NEEDED = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+"""Without these of the target there is no drafter that fits it (Bloom, Mamba)."""
 
 
 def default_layer_ids(num_target_layers: int, count: int) -> list[int]:
@@ -66,6 +74,12 @@ def make_drafter_config(
         UserError: layer ids or mask token do not fit the target.
     """
     text = target_config.get_text_config()
+    missing = [name for name in NEEDED if getattr(text, name, None) is None]
+    require(
+        not missing,
+        f"a target of type {text.model_type} cannot have a DFlash drafter here: its config.json "
+        f"says nothing of {', '.join(missing)}",
+    )
     check_layer_ids(layer_ids, text.num_hidden_layers)
     check_mask_token_id(mask_token_id, text.vocab_size)
     heads, shared = attention_heads(text, drafter)

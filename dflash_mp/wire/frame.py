@@ -92,7 +92,11 @@ class Layout:
 
     def allocate(self, device: torch.device) -> Tensor:
         """A zeroed buffer for one frame: ``[nbytes]`` uint8."""
-        return torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        if buffer.is_cuda:
+            # An edge writes on a stream of its own, which knows nothing of this one.
+            torch.cuda.current_stream(device).synchronize()
+        return buffer
 
     def view(self, buffer: Tensor, number: int) -> FeatureBatch:
         """The FeatureBatch whose tensors are views into ``buffer`` (``[nbytes]`` uint8)."""

@@ -1,6 +1,14 @@
 import pytest
 from golden_rows import GOLDEN
-from transformers import Gemma3TextConfig, LlamaConfig, Qwen3_5Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    BloomConfig,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    Qwen3_5Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from dflash_mp.config import DrafterConfig, UserError
 from dflash_mp.drafter.checkpoint_format import read_drafter_config
@@ -258,3 +266,9 @@ def test_missing_layer_ids_follow_the_formula():
 def test_unreadable_configs(changes: dict, message: str):
     with pytest.raises(UserError, match=message):
         read_config(dialects()["classic"] | changes)
+
+
+@pytest.mark.parametrize("kind", [BloomConfig, MambaConfig])
+def test_a_target_of_another_shape_is_refused_with_what_is_missing(kind: type):
+    with pytest.raises(UserError, match=rf"type {kind.model_type} cannot have .*says nothing of"):
+        make_drafter_config(kind(), shape(), [1, 2, 3, 4, 5], 7)

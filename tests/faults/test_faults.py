@@ -19,7 +19,7 @@ from matrix import (
 )
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
 ACTOR = HERE / "actor.py"
 SLACK_S = 10.0
