@@ -143,6 +143,14 @@ def test_named_files_exist(page: Path) -> None:
     assert not [name for name in ours if not exists(name)]
 
 
+def test_every_reason_to_drop_a_row_is_explained() -> None:
+    page = (ROOT / "docs" / "data.md").read_text()
+    code = "".join(path.read_text() for path in (ROOT / "dflash_mp" / "data").glob("*.py"))
+    reasons = set(re.findall(r'Dropped\(f?"(\w+)', code))
+    assert len(reasons) > 20
+    assert not [reason for reason in reasons if f"`{reason}" not in page]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_make_targets_exist(page: Path) -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
