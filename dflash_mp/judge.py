@@ -75,7 +75,10 @@ def no_progress(peers: Peers, ranks: int) -> Verdict | None:
     """
     beats = {rank: read_beat(peers.store, rank) for rank in range(ranks) if rank not in peers.left}
     known = {rank: beat for rank, beat in beats.items() if beat and rank in peers.known}
-    if len(known) < len(beats) or not all(beat.waits and beat.over for beat in known.values()):
+    if not known or len(known) < len(beats):
+        # All have left, or somebody has not come yet.
+        return None
+    if not all(beat.waits and beat.over for beat in known.values()):
         return None
     names = {rank: peers.known[rank].name for rank in known}
     table = ", ".join(f"{names[rank]}: {beat.phase}" for rank, beat in known.items())

@@ -259,3 +259,9 @@ def test_signals_are_seen_while_the_main_thread_is_in_native_code() -> None:
     out, _ = child.communicate(timeout=30)
     assert int(out) == signal.SIGTERM
     assert child.returncode == 0
+
+
+def test_ranks_that_have_all_left_are_not_judged() -> None:
+    peers = peers_of(0, [hello(rank) for rank in range(3)])
+    peers.left.update(range(3))
+    assert no_progress(peers, 3) is None
