@@ -65,7 +65,15 @@ def batch_loss(
     """
     anchors, valid = sample_anchors(batch, drafter.anchors_per_batch, seed)
     blocks = make_blocks(batch, anchors, valid, drafter.block_size, mask_token_id)
+    return blocks_loss(model, head, batch, blocks, loss)
+
+
+def blocks_loss(
+    model: nn.Module, head: FrozenHead, batch: FeatureBatch, blocks: Blocks, loss: LossConfig
+) -> BatchLoss:
+    """``batch_loss`` for blocks that have been chosen already."""
     supervised = blocks.supervised  # [A, B]
+    block_size = supervised.shape[1]
     # On a GPU shapes stay fixed: all slots but the anchor go to the head, with weight zero where
     # nothing is supervised.
     rows = supervised if supervised.device.type == "cpu" else every_slot(supervised)
@@ -88,8 +96,8 @@ def batch_loss(
         weights = dpace_weights(ce, supervised, loss.dpace_alpha)
         total = supervised.sum()
     else:
-        gamma = decay_gamma(loss, drafter.block_size)
-        weights = weights * position_weights(drafter.block_size, gamma, weights.device)
+        gamma = decay_gamma(loss, block_size)
+        weights = weights * position_weights(block_size, gamma, weights.device)
         total = weights.sum()
     value = (weights[rows] * loss_rows).sum()
     correct = (correct_rows & supervised[rows]).sum()

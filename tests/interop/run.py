@@ -10,45 +10,12 @@ import json
 import os
 import subprocess
 import sys
-import venv
-from dataclasses import dataclass
 from pathlib import Path
+
+from dflash_mp.bench.peer_environments import PEERS, make_environment
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TORCH = "torch==2.13.0"
-
-
-@dataclass(frozen=True)
-class Peer:
-    """What is installed for one peer, and the script that lets it judge."""
-
-    name: str
-    script: str
-    packages: tuple[str, ...]
-    alone: tuple[str, ...]
-    """Installed without their dependencies, most of which a CPU run does not touch."""
-
-
-COMMON = (TORCH, "numpy", "safetensors")
-PEERS = (
-    Peer("zlab", "peer_zlab.py", (*COMMON, "transformers==5.15.0"), ("dflash==0.1.0",)),
-    Peer(
-        "specforge",
-        "peer_specforge.py",
-        (*COMMON, "transformers==5.8.1", "pydantic", "pyyaml"),
-        ("specforge==0.2.0",),
-    ),
-    Peer(
-        "speculators",
-        "peer_speculators.py",
-        (
-            *(*COMMON, "transformers==5.15.0", "datasets==5.1.0", "aiohttp", "loguru", "openai"),
-            *("protobuf", "psutil", "pydantic-settings", "rich", "typer"),
-        ),
-        ("speculators==0.9.0", "hs-connectors==0.9.0"),
-    ),
-)
 
 
 def main(arguments: list[str]) -> int:
@@ -60,7 +27,7 @@ def main(arguments: list[str]) -> int:
     for peer in PEERS:
         python = make_environment(peer)
         done = subprocess.run(
-            [python, HERE / peer.script, workdir],
+            [python, HERE / f"peer_{peer.name}.py", workdir],
             check=False, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
         rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -72,22 +39,6 @@ def main(arguments: list[str]) -> int:
     good = sum(row["ok"] for row in rows)
     sys.stdout.write(f"\n{good} passed, {len(rows) - good + len(failed)} failed\n")
     return 0 if good == len(rows) > 0 and not failed else 1
-
-
-def make_environment(peer: Peer) -> Path:
-    """The python of a peer's environment; made unless its packages are those installed."""
-    folder = Path(os.environ.get("INTEROP_VENVS", ROOT / ".venvs")) / peer.name
-    python = folder / "bin" / "python"
-    wanted = "\n".join([*peer.packages, *peer.alone])
-    stamp = folder / "interop-packages"
-    if stamp.is_file() and stamp.read_text() == wanted:
-        return python
-    venv.create(folder, clear=True, with_pip=True)
-    pip = [python, "-m", "pip", "install", "--quiet"]
-    subprocess.run([*pip, *peer.packages], check=True)
-    subprocess.run([*pip, "--no-deps", *peer.alone], check=True)
-    stamp.write_text(wanted)
-    return python
 
 
 def show(rows: list[dict]) -> None:

@@ -1,0 +1,171 @@
+"""Our drafter step against the peers': ``python -m dflash_mp.bench.step [form] [result.json]``.
+
+Forward and backward of one micro-batch, each implementation in a process and environment of its
+own, taking turns: same weights, rows and anchors, one thread, CPU seconds. Forms: ``quick`` (this
+project only, a tiny drafter, to see that it works), ``short`` (the default: fp32 at 128 anchors,
+about 10 minutes) and ``full``.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_mp.bench.machine import RESULTS, write_result
+from dflash_mp.bench.peer_environments import PEERS, ROOT, make_environment
+from dflash_mp.bench.step_case import CASES, Case, Shape, make_tensors, useful_flops, write_models
+
+OURS = "dflash_mp"
+TINY = Shape(hidden=32, heads=4, shared_heads=2, intermediate=64, vocabulary=300)
+QUICK = (Case(8, "ragged", 192, (48, 6)),)
+SHORT = tuple(case for case in CASES if case.anchors == 128)
+
+
+def main(arguments: list[str]) -> None:
+    """Entry point."""
+    form = arguments[0] if arguments else "short"
+    path = Path(arguments[1]) if len(arguments) > 1 else RESULTS / f"step-{form}.json"
+    match form:
+        case "quick":
+            found = run(TINY, QUICK, ("float32",), rounds=1, peers=False)
+        case "short":
+            found = run(Shape(), SHORT, ("float32",), rounds=3, peers=True)
+        case "full":
+            found = run(Shape(), CASES, ("float32", "bfloat16"), rounds=3, peers=True)
+        case _:
+            raise SystemExit(f"unknown form {form!r}: quick, short or full")
+    write_result(path, {"form": form, **found})
+
+
+def run(
+    shape: Shape, cases: tuple[Case, ...], dtypes: tuple[str, ...], rounds: int, peers: bool
+) -> dict[str, Any]:
+    """Measure all cases in all dtypes; one entry of ``rows`` per case, dtype, implementation."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        write_models(folder, shape)
+        head = load_file(folder / "target" / "model.safetensors")["lm_head.weight"]
+        workers = {OURS: (sys.executable, "dflash_mp.bench.step_ours")}
+        for peer in PEERS if peers else ():
+            python = make_environment(peer)
+            workers[peer.release] = (str(python), f"dflash_mp.bench.peers.{peer.name}_step")
+        ask = {
+            who: stack.enter_context(worker(python, module, folder))
+            for who, (python, module) in workers.items()
+        }
+        rows = []
+        for case in cases:
+            tensors = make_tensors(case, shape, head)
+            save_file(tensors, folder / f"{case.name}.safetensors")
+            flops = useful_flops(case, shape, tensors)
+            for dtype in dtypes:
+                rows += take_turns(ask, case, dtype, rounds, (flops, shape))
+    return {"rounds": rounds, "rows": rows}
+
+
+Ask = Any
+"""``ask(**request) -> answer`` of one worker."""
+
+
+@contextmanager
+def worker(python: str, module: str, folder: Path) -> Iterator[Ask]:
+    """A process that runs ``module``; ends with the context."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    process = subprocess.Popen(
+        [python, "-m", module, folder], env=environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    def answer() -> dict[str, Any]:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                found: dict[str, Any] = json.loads(line)
+                return found
+        raise RuntimeError(f"{module} ended with code {process.wait()}, see above")
+
+    def ask(**request: object) -> dict[str, Any]:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        return answer()
+
+    answer()
+    try:
+        yield ask
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
+def take_turns(
+    ask: dict[str, Ask], case: Case, dtype: str, rounds: int, work: tuple[float, Shape]
+) -> list[dict[str, Any]]:
+    """``rounds`` rounds in which every implementation makes one step, after one that warms up."""
+    flops, shape = work
+    # The two shapes that most of the work is in: a chunk through the head, and the MLP.
+    shapes = [[512, shape.hidden, shape.vocabulary], [4096, shape.hidden, shape.intermediate]]
+    request = {"case": case.name, "dtype": dtype}
+    seconds: dict[str, list[float]] = {who: [] for who in ask}
+    rates = []
+    for turn in range(rounds + 1):
+        for who in ask:
+            found = ask[who](**request, memory=False)
+            if turn:
+                seconds[who].append(found["cpu_s"])
+        if turn:
+            rates.append(ask[OURS](product=dtype, shapes=shapes)["flops_per_s"])
+    rows = []
+    for who in ask:
+        found = ask[who](**request, memory=True)
+        rows.append(
+            {
+                "who": who,
+                "anchors": case.anchors,
+                "supervision": case.supervision,
+                "dtype": dtype,
+                "cpu_s": [round(value, 3) for value in seconds[who]],
+                "loss": found["loss"],
+                "grad_norm": found["grad_norm"],
+                "peak_mib": round(found["peak_bytes"] / 2**20),
+                "useful_gflop": round(flops / 1e9, 1),
+                "product_gflop_per_s": round(statistics.median(rates) / 1e9, 1),
+            }
+        )
+        say(rows[-1], statistics.median(seconds[OURS]))
+    return rows
+
+
+def say(row: dict[str, Any], ours: float) -> None:
+    """One line on the terminal."""
+    median = statistics.median(row["cpu_s"])
+    rate = row["useful_gflop"] / median
+    sys.stdout.write(
+        f"{row['anchors']:4} {row['supervision']:6} {row['dtype']:8} {row['who']:18} "
+        f"{median:8.2f} CPU-s ({min(row['cpu_s']):.2f}-{max(row['cpu_s']):.2f}) "
+        f"{median / ours:5.2f}x  {rate:6.1f} GFLOP/s "
+        f"({rate / row['product_gflop_per_s']:4.0%} of a product)  {row['peak_mib']:6} MiB  "
+        f"loss {row['loss']:.5f}  gradient {row['grad_norm']:.4f}\n"
+    )
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1:])
