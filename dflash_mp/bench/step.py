@@ -86,7 +86,7 @@ def worker(python: str, module: str, folder: Path) -> Iterator[Ask]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     process = subprocess.Popen(
-        [python, "-m", module, folder], env=environment, text=True,
+        [python, "-m", module, folder], cwd=ROOT, env=environment, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdin is not None

@@ -42,6 +42,11 @@ class Blocks:
     """``[A, B]`` bool, True where the label enters the loss."""
 
 
+def select_blocks(blocks: Blocks, index: Tensor | slice) -> Blocks:
+    """Some of the blocks, by number."""
+    return Blocks(**{name: value[index] for name, value in vars(blocks).items()})
+
+
 def anchor_candidates(batch: FeatureBatch) -> Tensor:
     """``[S]`` bool: slots whose token and next token are supervised in the same document."""
     supervised = (batch.loss_mask != 0) & (batch.document_ids >= 0)  # [S]

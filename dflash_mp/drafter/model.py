@@ -22,11 +22,19 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from dflash_mp.drafter.anchors import Blocks
+from dflash_mp.drafter.anchors import Blocks, select_blocks
 from dflash_mp.drafter.attention import Attend, Layout, Rule, make_attend
+from dflash_mp.drafter.slices import sum_over_slices
+
+BLOCKS_PER_SLICE = 32
+"""Blocks whose activations exist at a time; enough rows for matrix products at full speed."""
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, ``[..., D]`` fp32."""
+
+Objective = Callable[[Tensor, Blocks, Tensor], tuple[Tensor, Tensor]]
+"""``(hidden [R, H], blocks, rows [A, B]) -> (scalar loss with its graph, counts without)``; adds
+up over blocks."""
 
 
 @dataclass
@@ -161,8 +169,11 @@ class DFlashDraftModel(nn.Module):
         context_position_ids: Tensor,
         blocks: Blocks,
         rows: Tensor | None = None,
-    ) -> Tensor:
-        """Hidden states of block slots, after the final norm. Every parameter is in their graph.
+        objective: Objective | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Hidden states of block slots, after the final norm, or an objective of them.
+
+        Every parameter is in the graph of the result.
 
         Args:
             noise_embedding: ``[A, B, H]`` target embeddings of ``blocks.input_ids``.
@@ -170,37 +181,80 @@ class DFlashDraftModel(nn.Module):
             context_position_ids: ``[S]`` positions inside each document.
             blocks: where the blocks are.
             rows: ``[A, B]`` bool, the slots that are needed; values in padded blocks mean nothing.
+            objective: of the ``rows``; called with some of the blocks at a time.
 
         Returns:
             ``[A, B, H]`` with zeros in padded blocks; with ``rows`` just those ``[R, H]`` in
-            order, for which the last layer's row-wise work is done.
+            order, for which the last layer's row-wise work is done; with ``objective`` the sums of
+            its loss and counts.
         """
-        size = blocks.input_ids.shape[1]
         wanted = blocks.valid if rows is None else blocks.valid | rows.any(dim=1)  # [A]
         kept, low, high = self._extent(blocks, wanted, hidden_states.shape[0])
+        whole, noise = select_blocks(blocks, kept), noise_embedding[kept]
+        own = None if rows is None else rows[kept]
+
+        def share() -> list[Tensor]:
+            context = self.project(hidden_states[low:high])  # [S, H]
+            rotation = self.rotary_emb.rotation(context_position_ids[low:high])
+            pairs = [layer.self_attn.keys_values(context, rotation) for layer, _ in self._layers()]
+            return [tensor for pair in pairs for tensor in pair]
+
+        def run(part: slice, shared: list[Tensor]) -> tuple[Tensor, Tensor]:
+            assert objective is not None
+            assert own is not None
+            some = select_blocks(whole, part)
+            hidden = self._blocks(noise[part], some, own[part], shared, low)
+            return objective(hidden, some, own[part])
+
+        if objective is None:
+            hidden = self._blocks(noise, whole, own, share(), low)
+            if rows is not None:
+                return hidden
+            hidden = torch.where(whole.valid[:, None, None], hidden, 0.0)
+            return hidden.new_zeros(noise_embedding.shape).index_copy(0, kept, hidden)
+        if self.attention == "flex" or not torch.is_grad_enabled():
+            return run(slice(None), share())
+        starts = range(0, len(kept), BLOCKS_PER_SLICE)
+        slices = [slice(start, start + BLOCKS_PER_SLICE) for start in starts]
+        return sum_over_slices(share, run, slices, list(self.parameters()))
+
+    def _blocks(
+        self,
+        noise_embedding: Tensor,
+        blocks: Blocks,
+        rows: Tensor | None,
+        shared: list[Tensor],
+        low: int,
+    ) -> Tensor:
+        """All layers over some blocks.
+
+        Args:
+            noise_embedding: ``[A, B, H]``.
+            blocks: those blocks.
+            rows: ``[A, B]`` bool or None, as for ``forward``.
+            shared: context keys and values ``[S, G, D]``, layer by layer.
+            low: row index of the context's first token.
+
+        Returns:
+            ``[A, B, H]``, or ``[R, H]`` with ``rows``.
+        """
         layout = Layout(
-            anchors=blocks.anchors[kept] - low,
-            context_start=blocks.context_start[kept] - low,
-            valid=blocks.valid[kept],
-            block_size=size,
-            context_length=high - low,
+            anchors=blocks.anchors - low,
+            context_start=blocks.context_start - low,
+            valid=blocks.valid,
+            block_size=blocks.input_ids.shape[1],
+            context_length=shared[0].shape[0],
         )
-        context = self.project(hidden_states[low:high])  # [S, H]
-        context_rotation = self.rotary_emb.rotation(context_position_ids[low:high])
-        rotation = self.rotary_emb.rotation(blocks.position_ids[kept])
+        rotation = self.rotary_emb.rotation(blocks.position_ids)
         attends = {rule: make_attend(self.attention, layout, rule) for rule in set(self.rules)}
-        picked = None if rows is None else rows[kept].flatten().nonzero().flatten()  # [R]
-        hidden = noise_embedding[kept].to(self.fc.weight.dtype)  # fp32 residual under autocast
+        picked = None if rows is None else rows.flatten().nonzero().flatten()  # [R]
+        hidden = noise_embedding.to(self.fc.weight.dtype)  # fp32 residual under autocast
         last = len(self.rules) - 1
         for i, (layer, rule) in enumerate(self._layers()):
-            keys_values = layer.self_attn.keys_values(context, context_rotation)
             only = picked if i == last else None
-            hidden = layer(hidden, keys_values, rotation, attends[rule], only)
-        hidden = self.norm(hidden)
-        if rows is not None:
-            return hidden
-        hidden = torch.where(layout.valid[:, None, None], hidden, 0.0)
-        return hidden.new_zeros(noise_embedding.shape).index_copy(0, kept, hidden)
+            pair = (shared[2 * i], shared[2 * i + 1])
+            hidden = layer(hidden, pair, rotation, attends[rule], only)
+        return self.norm(hidden)
 
     def _extent(self, blocks: Blocks, wanted: Tensor, length: int) -> tuple[Tensor, int, int]:
         """Blocks to compute and the slice of the row they can see.

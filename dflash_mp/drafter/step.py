@@ -72,14 +72,48 @@ def blocks_loss(
     model: nn.Module, head: FrozenHead, batch: FeatureBatch, blocks: Blocks, loss: LossConfig
 ) -> BatchLoss:
     """``batch_loss`` for blocks that have been chosen already."""
-    supervised = blocks.supervised  # [A, B]
-    block_size = supervised.shape[1]
     # On a GPU shapes stay fixed: all slots but the anchor go to the head, with weight zero where
     # nothing is supervised.
+    supervised = blocks.supervised  # [A, B]
     rows = supervised if supervised.device.type == "cpu" else every_slot(supervised)
-    hidden = model(
-        head.embed(blocks.input_ids), batch.hidden_states, batch.position_ids, blocks, rows
-    )  # [R, H]
+
+    def objective(hidden: Tensor, some: Blocks, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return weighted_sum(hidden, head, batch, some, rows, loss)
+
+    value, counts = model(
+        head.embed(blocks.input_ids),
+        batch.hidden_states,
+        batch.position_ids,
+        blocks,
+        rows,
+        objective,
+    )
+    tokens = (batch.document_ids >= 0).sum(dtype=torch.float64)
+    return BatchLoss(value, torch.cat([counts, tokens[None]]))
+
+
+def weighted_sum(
+    hidden: Tensor,
+    head: FrozenHead,
+    batch: FeatureBatch,
+    blocks: Blocks,
+    rows: Tensor,
+    loss: LossConfig,
+) -> tuple[Tensor, Tensor]:
+    """Sum over supervised slots of weight times objective.
+
+    Args:
+        hidden: ``[R, H]`` of the slots ``rows [A, B]``, after the drafter's final norm.
+        head: the target's.
+        batch: what the blocks were drawn from.
+        blocks: whole blocks, all of the batch's or some.
+        rows: bool; what is not supervised in them weighs nothing.
+        loss: which objective.
+
+    Returns:
+        The sum with its graph, and ``[4]`` float64: its value, weight, correct slots, supervised
+        slots.
+    """
     through_head = HeadRows(
         hidden,
         head.weight,
@@ -89,6 +123,7 @@ def blocks_loss(
     )
     kind = "ce" if loss.kind == "dpace" else loss.kind
     loss_rows, correct_rows = head_loss(through_head, kind, loss.rows_per_chunk)  # [R]
+    supervised = blocks.supervised  # [A, B]
     weights = supervised.float()  # [A, B]
     if loss.kind == "dpace":
         ce = torch.zeros_like(weights)
@@ -96,22 +131,14 @@ def blocks_loss(
         weights = dpace_weights(ce, supervised, loss.dpace_alpha)
         total = supervised.sum()
     else:
+        block_size = supervised.shape[1]
         gamma = decay_gamma(loss, block_size)
         weights = weights * position_weights(block_size, gamma, weights.device)
         total = weights.sum()
     value = (weights[rows] * loss_rows).sum()
     correct = (correct_rows & supervised[rows]).sum()
-    tokens = (batch.document_ids >= 0).sum()
-    counts = torch.stack(
-        [
-            value.detach().double(),
-            total.double(),
-            correct.double(),
-            supervised.sum().double(),
-            tokens.double(),
-        ]
-    )
-    return BatchLoss(value, counts)
+    counts = (value.detach(), total, correct, supervised.sum())
+    return value, torch.stack([count.double() for count in counts])
 
 
 def every_slot(supervised: Tensor) -> Tensor:
