@@ -3,6 +3,8 @@ PYTHON ?= python3
 # The torch release of the environment; any in pyproject's range works.
 TORCH ?= 2.13.0
 VENV ?= .venv
+# Of the benchmark of the step: short (fp32, 128 anchors) or full.
+FORM ?= short
 BIN := $(VENV)/bin
 
 # Several processes share the cores: one thread each. A torch process on a busy machine with more
@@ -55,8 +57,11 @@ repro-race: $(RACE_VENV)/installed ## See the torch.compile race of threads; TOR
 fault-matrix: install ## Break tiny jobs in every way under both launchers; print what was said and how fast
 	$(BIN)/python tests/faults/matrix.py
 
-bench: install ## Measure rows/s and packing of the data preparation on this machine
+bench: install ## Measure our step beside the peers', the stream and the data on this machine; BENCH.md
+	$(BIN)/python -m dflash_mp.bench.step $(FORM)
+	$(BIN)/python -m dflash_mp.bench.stream
 	$(BIN)/python -m dflash_mp.bench.data
+	$(BIN)/python -m dflash_mp.bench.tables BENCH.md
 
 lint: install ## Check style, types and the direction of imports
 	$(BIN)/ruff check .

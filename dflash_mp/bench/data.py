@@ -21,6 +21,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from transformers import AutoTokenizer
 
+from dflash_mp.bench.machine import RESULTS, write_result
 from dflash_mp.config import DataConfig, TrainConfig, config_dir, to_config
 from dflash_mp.data.corpus import prepare
 from dflash_mp.data.ingest import process_rows
@@ -33,25 +34,38 @@ ROWS_OF_ONE_CORE = 2000
 MASK_TOKEN = "<empty_output>"
 
 
-def main() -> None:
-    """Print one line per stage."""
+def main(arguments: list[str]) -> None:
+    """Print one line per stage and write what was found."""
     parser = argparse.ArgumentParser(
         prog="python -m dflash_mp.bench.data",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("rows", type=int, nargs="?", default=100_000, help="default: 100000")
-    rows = parser.parse_args().rows
+    parser.add_argument("result", type=Path, nargs="?", default=RESULTS / "data.json")
+    parsed = parser.parse_args(arguments)
+    rows = parsed.rows
     tokenizer = AutoTokenizer.from_pretrained(converted_folder())
     mask_token_id = tokenizer.convert_tokens_to_ids(MASK_TOKEN)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows.jsonl"
-        write_rows(path, rows)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_rows(folder / "rows.jsonl", rows)
         with initialize_config_dir(config_dir(), version_base="1.3"):
-            raw = compose("train", ["data=jsonl", f"data.train={path}"])
+            raw = compose("train", ["data=jsonl", f"data.train={folder / 'rows.jsonl'}"])
         data = to_config(raw, TrainConfig).data
-        say(one_core(tokenizer, data, mask_token_id))
-        say(whole(tokenizer, data, mask_token_id, Path(folder) / "cache"))
+        found = one_core(tokenizer, data, mask_token_id)
+        say(
+            "one core: {rows_per_core_s:,.0f} rows/s, {mb_per_core_s:.2f} MB/s, "
+            "{tokens_per_core_s:,.0f} tokens/s".format(**found)
+        )
+        found |= whole(tokenizer, data, mask_token_id, folder / "cache")
+        say(
+            "all cores: {rows:,} rows in {prepare_s:.1f} s, {peak_mib:,.0f} MiB above the start\n"
+            "from the cache: {cached_s:.1f} s\n"
+            "packing: {documents:,} documents in {pack_s:.2f} s, {fill:.1%} filled; "
+            "{collate_us:.0f} us to collate a micro-batch".format(**found)
+        )
+    write_result(parsed.result, found)
 
 
 def say(line: str) -> None:
@@ -80,47 +94,49 @@ def write_rows(path: Path, count: int) -> None:
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def one_core(tokenizer: object, data: DataConfig, mask_token_id: int) -> str:
-    """Reading, rendering and tokenising in this process."""
+def one_core(tokenizer: object, data: DataConfig, mask_token_id: int) -> dict[str, float]:
+    """Reading, rendering and tokenising in this process: rows, megabytes, tokens a CPU second."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     chat = chat_format(tokenizer, data, mask_token_id)
     raws = list(islice(read_rows(resolve_sources("", data.train, "train")[0]), ROWS_OF_ONE_CORE))
     start = time.process_time()
     chunk = process_rows(chat, data, raws)
     seconds = time.process_time() - start
-    tokens = sum(len(document.input_ids) for document in chunk.documents)
-    return (
-        f"one core: {len(raws) / seconds:,.0f} rows/s, {tokens / seconds:,.0f} tokens/s "
-        f"({tokens / len(raws):.0f} tokens a row)"
-    )
+    text = Path(data.train).read_bytes().split(b"\n")[: len(raws)]
+    return {
+        "rows_per_core_s": len(raws) / seconds,
+        "mb_per_core_s": sum(map(len, text)) / seconds / 1e6,
+        "tokens_per_core_s": sum(len(one.input_ids) for one in chunk.documents) / seconds,
+    }
 
 
-def whole(tokenizer: object, data: DataConfig, mask_token_id: int, cache: Path) -> str:
-    """Everything from the file to the first micro-batch, by all cores."""
+def whole(tokenizer: object, data: DataConfig, mask_token_id: int, cache: Path) -> dict[str, float]:
+    """Everything from the file to the first micro-batch, by all cores; wall seconds."""
     with Memory() as memory:
         start = time.perf_counter()
         prepared = prepare(data, tokenizer, mask_token_id, cache)
-        prepare_seconds = time.perf_counter() - start
+        prepare_s = time.perf_counter() - start
     start = time.perf_counter()
     prepare(data, tokenizer, mask_token_id, cache)
-    again = time.perf_counter() - start
+    cached_s = time.perf_counter() - start
     lengths = prepared.train.lengths
     start = time.perf_counter()
     packs = pack(lengths, data.tokens_per_batch, 0, 0)
-    pack_seconds = time.perf_counter() - start
+    pack_s = time.perf_counter() - start
     start = time.perf_counter()
     for documents in packs[:200]:
         collate(prepared.train, documents, data.tokens_per_batch)
-    collate_seconds = (time.perf_counter() - start) / min(200, len(packs))
-    rows = prepared.summary["train"]["rows_read"]
-    return (
-        f"all {len(os.sched_getaffinity(0))} cores: {rows:,} rows in {prepare_seconds:.1f} s "
-        f"({rows / prepare_seconds:,.0f} rows/s), {memory.peak / 2**20:,.0f} MiB above the start\n"
-        f"from the cache: {again:.1f} s\n"
-        f"packing: {len(lengths):,} documents in {pack_seconds:.2f} s, "
-        f"{fill(lengths, packs, data.tokens_per_batch):.1%} filled; "
-        f"{collate_seconds * 1e6:.0f} us to collate a micro-batch"
-    )
+    collate_s = (time.perf_counter() - start) / min(200, len(packs))
+    return {
+        "rows": prepared.summary["train"]["rows_read"],
+        "prepare_s": prepare_s,
+        "peak_mib": memory.peak / 2**20,
+        "cached_s": cached_s,
+        "documents": len(lengths),
+        "pack_s": pack_s,
+        "fill": fill(lengths, packs, data.tokens_per_batch),
+        "collate_us": collate_s * 1e6,
+    }
 
 
 class Memory:
@@ -162,4 +178,4 @@ def _read(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

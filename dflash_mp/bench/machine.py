@@ -28,11 +28,10 @@ def about() -> dict[str, Any]:
 
 def cpu_model() -> str:
     """The processor's name and its newest number format, as the kernel tells them."""
-    fields = dict(
-        (part.strip() for part in line.split(":", 1))
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if ":" in line
-    )
+    fields: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        fields[key.strip()] = value.strip()
     flags = fields.get("flags", "").split()
     wide = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
     return f"{fields.get('model name', platform.machine())} ({', '.join(wide)})"

@@ -60,7 +60,7 @@ def make_environment(peer: Peer) -> Path:
     if stamp.is_file() and stamp.read_text() == wanted:
         return python
     venv.create(folder, clear=True, with_pip=True)
-    pip = [python, "-m", "pip", "install", "--quiet"]
+    pip = (str(python), "-m", "pip", "install", "--quiet")
     subprocess.run([*pip, *peer.packages], check=True)
     subprocess.run([*pip, "--no-deps", *peer.alone], check=True)
     stamp.write_text(wanted)

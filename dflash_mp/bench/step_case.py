@@ -151,11 +151,15 @@ def make_tensors(case: Case, shape: Shape, head: Tensor) -> dict[str, Tensor]:
 
 
 def useful_flops(case: Case, shape: Shape, tensors: dict[str, Tensor]) -> float:
-    """Floating-point operations that no implementation can do without: forward and backward.
+    """Floating-point operations that no implementation can do without: forward and backward."""
+    return product_flops(case, shape, tensors) + attention_flops(shape, tensors)
+
+
+def product_flops(case: Case, shape: Shape, tensors: dict[str, Tensor]) -> float:
+    """Those of the products with weights.
 
     Only kept blocks; in the last layer, behind attention, and through the frozen head only
-    supervised slots; two passes over the head; exactly the visible keys, with two products in the
-    forward and five in the backward of attention (as every memory-efficient kernel).
+    supervised slots; two passes over the head; the context up to the last anchor.
     """
     anchors, keep = tensors["anchors"], tensors["keep"]
     slot = torch.arange(1, BLOCK_SIZE)
@@ -168,9 +172,18 @@ def useful_flops(case: Case, shape: Shape, tensors: dict[str, Tensor]) -> float:
     keys_values = 2 * shape.hidden * narrow
     behind = shape.hidden * wide + 3 * shape.hidden * shape.intermediate
     before = shape.hidden * wide + keys_values
-    weights = 6 * (LAYERS * slots * before + ((LAYERS - 1) * slots + rows) * behind)
+    blocks = 6 * (LAYERS * slots * before + ((LAYERS - 1) * slots + rows) * behind)
+    # The target's features need no gradient.
     project = 4 * context * len(LAYER_IDS) * shape.hidden**2
-    visible = BLOCK_SIZE * int((anchors * keep).sum()) + slots * BLOCK_SIZE
-    attention = 14 * LAYERS * visible * wide
     head = 4 * rows * shape.vocabulary * shape.hidden
-    return float(weights + project + 6 * LAYERS * context * keys_values + attention + head)
+    return float(blocks + project + 6 * LAYERS * context * keys_values + head)
+
+
+def attention_flops(shape: Shape, tensors: dict[str, Tensor]) -> float:
+    """Those of exactly the visible keys.
+
+    Two products in the forward and five in the backward, as in every kernel that keeps no scores.
+    """
+    anchors, keep = tensors["anchors"], tensors["keep"]
+    visible = int(((anchors + BLOCK_SIZE) * keep).sum()) * BLOCK_SIZE
+    return float(14 * LAYERS * visible * shape.hidden)

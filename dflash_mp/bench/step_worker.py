@@ -62,9 +62,8 @@ def measure(model: nn.Module, step: Step, dtype: str, memory: bool) -> dict[str,
     found = {"cpu_s": time.process_time() - start, "loss": float(loss.detach())}
     if memory:
         found["peak_bytes"] = status("VmHWM") - before
-    squares = sum(
-        float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None
-    )
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    squares = sum(float(gradient.double().square().sum()) for gradient in gradients)
     return found | {"grad_norm": math.sqrt(squares)}
 
 

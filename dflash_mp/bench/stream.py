@@ -95,7 +95,8 @@ def windows(
         )
         say(
             f"{targets}+{drafters} processes, W = {trial['slots']}: {rate:.2f} frames/s, targets "
-            f"alone {alone[0]:.2f}, drafters alone {alone[1]:.2f}: efficiency {rate / min(alone):.3f}"
+            f"alone {alone[0]:.2f}, drafters alone {alone[1]:.2f}: "
+            f"efficiency {rate / min(alone):.3f}"
         )
     return rows
 

@@ -20,7 +20,8 @@ def main(folder: Path) -> None:
         folder / "drafter", dtype=torch.float32, attn_implementation="sdpa"
     ).train()
     frozen = load_file(folder / "target" / "model.safetensors")
-    head = nn.Linear(*reversed(frozen["lm_head.weight"].shape), bias=False).requires_grad_(False)
+    vocabulary, hidden = frozen["lm_head.weight"].shape
+    head = nn.Linear(hidden, vocabulary, bias=False)
     head.weight = nn.Parameter(frozen["lm_head.weight"], requires_grad=False)
     trainer = OnlineDFlashModel(
         model,

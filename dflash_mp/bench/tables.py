@@ -1,0 +1,249 @@
+"""The tables and the plot of BENCH.md, made from the committed results.
+
+``python -m dflash_mp.bench.tables BENCH.md`` rewrites them in place.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dflash_mp.bench.machine import RESULTS
+
+OURS = "dflash_mp"
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+PLOT = "docs/bench_stream.svg"
+MIB = 2**20
+
+Row = dict[str, Any]
+
+
+def load(*names: str) -> Row | None:
+    """The first of these results that was committed."""
+    for name in names:
+        path = RESULTS / f"{name}.json"
+        if path.is_file():
+            found: Row = json.loads(path.read_text())
+            return found
+    return None
+
+
+def tables() -> str:
+    """All tables as Markdown."""
+    lines: list[str] = []
+    step, stream, data = load("step-full", "step-short"), load("stream-full"), load("data")
+    if step is not None:
+        lines += ["## The drafter step", "", *made_with(step), "", *bars(step["rows"])]
+        lines += [line for group in groups(step["rows"]) for line in step_table(group)]
+    if stream is not None:
+        lines += ["## The stream", "", *made_with(stream), "", *stream_tables(stream)]
+    if data is not None:
+        lines += ["## The data", "", *made_with(data), "", *data_table(data)]
+    return "\n".join(lines).rstrip()
+
+
+def made_with(result: Row) -> list[str]:
+    """One line about machine, versions and commit."""
+    about = result["about"]
+    return [
+        f"Commit {about['commit']}, torch {about['torch']}, Python {about['python']}, "
+        f"{about['cores']} cores of an {about['cpu']}, {about['memory_gib']} GiB."
+    ]
+
+
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """A table in Markdown and an empty line."""
+    lines = [header, ["---"] * len(header), *rows]
+    return [*(f"| {' | '.join(line)} |" for line in lines), ""]
+
+
+def groups(rows: list[Row]) -> list[list[Row]]:
+    """Rows of one case and dtype together: ours and the peers', in the order of the run."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["anchors"], row["supervision"], row["dtype"]), []).append(row)
+    return list(found.values())
+
+
+def seconds(row: Row) -> float:
+    """Median CPU seconds of a step."""
+    return statistics.median(row["cpu_s"])
+
+
+def ours(group: list[Row]) -> Row:
+    """This project's row of a group."""
+    return next(row for row in group if row["who"] == OURS)
+
+
+def peers(group: list[Row]) -> list[Row]:
+    """The others'."""
+    return [row for row in group if row["who"] != OURS]
+
+
+def speedup(group: list[Row]) -> float:
+    """How often our step fits into the fastest peer's."""
+    return min(map(seconds, peers(group))) / seconds(ours(group))
+
+
+def memory_ratio(group: list[Row]) -> float:
+    """Extra memory of the leanest peer by ours."""
+    return min(row["peak_mib"] for row in peers(group)) / ours(group)["peak_mib"]
+
+
+def product_share(group: list[Row]) -> float:
+    """Useful operations per second in our step by those of a plain matrix product."""
+    row = ours(group)
+    share: float = row["useful_gflop"] / seconds(row) / row["product_gflop_per_s"]
+    return share
+
+
+GOALS: tuple[tuple[str, int, str, Callable[[list[Row]], float], float], ...] = (
+    ("times as fast as the fastest peer", 128, "ragged", speedup, 2.0),
+    ("times as fast as the fastest peer", 128, "full", speedup, 1.4),
+    ("times as fast as the fastest peer", 512, "full", speedup, 2.5),
+    ("of the leanest peer's extra memory, one part in", 128, "full", memory_ratio, 8.0),
+    ("of a plain product's rate", 128, "full", product_share, 0.8),
+)
+
+
+def bars(rows: list[Row]) -> list[str]:
+    """What was to be reached in fp32, and what was."""
+    found = {(g[0]["anchors"], g[0]["supervision"], g[0]["dtype"]): g for g in groups(rows)}
+    lines = []
+    for what, anchors, supervision, measure, least in GOALS:
+        group = found.get((anchors, supervision, "float32"))
+        if group is not None and peers(group):
+            got = f"{measure(group):.2f}"
+            lines.append([f"{anchors} anchors, {supervision}", what, f"{least:g}", got])
+    return table(["fp32", "", "to reach", "reached"], lines)
+
+
+def step_table(group: list[Row]) -> list[str]:
+    """One case and dtype: everybody beside each other."""
+    first, own = group[0], seconds(ours(group))
+    rows = []
+    for row in group:
+        rate = row["useful_gflop"] / seconds(row)
+        rows.append(
+            [
+                row["who"],
+                f"{seconds(row):.2f} ({min(row['cpu_s']):.2f}-{max(row['cpu_s']):.2f})",
+                f"{seconds(row) / own:.2f}",
+                f"{rate:.0f} ({rate / row['product_gflop_per_s']:.0%})",
+                f"{row['peak_mib']:,}",
+                f"{row['loss']:.5f}",
+                f"{row['grad_norm']:.4f}",
+            ]
+        )
+    title = f"### {first['anchors']} anchors, {first['supervision']} supervision, {first['dtype']}"
+    said = (
+        f"{first['useful_gflop']:,.0f} GFLOP are useful; a plain product makes "
+        f"{first['product_gflop_per_s']:.0f} GFLOP/s."
+    )
+    header = [
+        *("", "CPU-s a step", "by ours", "useful GFLOP/s (of a product)", "extra MiB"),
+        *("loss", "gradient norm"),
+    ]
+    return [title, "", said, "", *table(header, rows)]
+
+
+def stream_tables(stream: Row) -> list[str]:
+    """Efficiency by W, and cost by size and by number of targets."""
+    windows = [
+        [
+            f"{row['targets']}+{row['drafters']}",
+            str(row["slots"]),
+            " / ".join(f"{value:.2f}" for value in row["alone_frames_per_s"]),
+            f"{row['frames_per_s']:.2f}",
+            f"{row['efficiency']:.3f}",
+        ]
+        for row in stream["windows"]
+    ]
+    sizes = [
+        [
+            f"{row['nbytes'] / MIB:.0f} MiB",
+            *(
+                f"{row[key]:.2f}"
+                for key in ("memcpy_gb_per_s", "edge_gb_per_s", "stream_gb_per_s", "cpu_s_per_gb")
+            ),
+        ]
+        for row in stream["sizes"]
+    ]
+    counts = [
+        [str(row["targets"]), f"{row['stream_gb_per_s']:.2f}", f"{row['cpu_s_per_gb']:.2f}"]
+        for row in stream["targets"]
+    ]
+    return [
+        *table(["processes", "W", "targets / drafters alone", "frames/s", "efficiency"], windows),
+        *table(["frame", "memcpy GB/s", "edge GB/s", "stream GB/s", "CPU-s a GB"], sizes),
+        *table(["targets of one drafter", "stream GB/s", "CPU-s a GB"], counts),
+        f"![What a byte costs by size of its frame and by number of targets]({PLOT})",
+        "",
+    ]
+
+
+def data_table(data: Row) -> list[str]:
+    """Preparation and packing."""
+    return table(
+        ["", ""],
+        [
+            ["rows/s of one core", f"{data['rows_per_core_s']:,.0f}"],
+            ["MB/s of one core", f"{data['mb_per_core_s']:.2f}"],
+            ["tokens/s of one core", f"{data['tokens_per_core_s']:,.0f}"],
+            ["all cores", f"{data['rows']:,} rows in {data['prepare_s']:.1f} s"],
+            ["memory above the start", f"{data['peak_mib']:,.0f} MiB"],
+            ["packing", f"{data['fill']:.1%} filled; {data['pack_s']:.2f} s"],
+            ["collating", f"{data['collate_us']:.0f} us a micro-batch"],
+        ],
+    )
+
+
+def plot(stream: Row, path: Path) -> None:
+    """CPU seconds of a byte by size of its frame and by number of targets."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    # Otherwise two runs on the same results differ.
+    matplotlib.rcParams["svg.hashsalt"] = "bench"
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), sharey=True)
+    left.semilogx(
+        [row["nbytes"] / MIB for row in stream["sizes"]],
+        [row["cpu_s_per_gb"] for row in stream["sizes"]],
+        "o-",
+        base=2,
+    )
+    left.set(xlabel="MiB of a frame", ylabel="CPU-s a GB, all processes", ylim=(0, None))
+    right.plot(
+        [row["targets"] for row in stream["targets"]],
+        [row["cpu_s_per_gb"] for row in stream["targets"]],
+        "o-",
+    )
+    right.set(xlabel="targets of one drafter")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def with_tables(document: str) -> str:
+    """``document`` with what stands between the two markers replaced by the tables."""
+    head, rest = document.split(BEGIN)
+    tail = rest.split(END)[1]
+    return f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
+
+
+def main() -> None:
+    """Entry point."""
+    path = Path(sys.argv[1])
+    path.write_text(with_tables(path.read_text()))
+    stream = load("stream-full")
+    if stream is not None:
+        plot(stream, path.parent / PLOT)
+
+
+if __name__ == "__main__":
+    main()

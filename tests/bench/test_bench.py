@@ -1,0 +1,80 @@
+"""The benchmarks run, and what they count is what is computed. Nothing here is timed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+
+from dflash_mp.bench import step, step_ours, stream, tables
+from dflash_mp.bench.step_case import (
+    Case,
+    attention_flops,
+    make_tensors,
+    product_flops,
+    write_models,
+)
+from dflash_mp.bench.step_worker import Prepare
+
+PAGE = Path(__file__).parents[2] / "BENCH.md"
+
+
+def test_tables_are_those_of_the_results():
+    text = PAGE.read_text()
+    assert tables.with_tables(text) == text
+
+
+@pytest.mark.parametrize("case", [Case(8, "full", 192, (48, 40)), Case(8, "ragged", 192, (48, 6))])
+def test_our_step_multiplies_no_more_than_what_is_useful(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Torch's own counter finds exactly the products with weights that ``product_flops`` names."""
+    write_models(tmp_path, step.TINY)
+    head = load_file(tmp_path / "target" / "model.safetensors")["lm_head.weight"]
+    tensors = make_tensors(case, step.TINY, head)
+
+    def count(folder: Path, model: torch.nn.Module, prepare: Prepare) -> None:
+        forward = prepare(tensors)
+        with FlopCounterMode(display=False) as counter:
+            forward().backward()
+        products = counter.get_flop_counts()["Global"]
+        found = sum(n for name, n in products.items() if str(name) in ("aten.mm", "aten.addmm"))
+        assert found == product_flops(case, step.TINY, tensors)
+
+    monkeypatch.setattr(step_ours, "serve", count)
+    step_ours.main(tmp_path)
+
+
+def test_attention_counts_visible_pairs():
+    case = Case(8, "ragged", 192, (48, 6))
+    tensors = make_tensors(case, step.TINY, torch.randn(300, 32))
+    pairs = 0
+    for anchors, keep in zip(tensors["anchors"].tolist(), tensors["keep"].tolist(), strict=True):
+        for anchor, real in zip(anchors, keep, strict=True):
+            pairs += real * 16 * (anchor + 16)
+    # 2 FLOP a product and channel, seven products, five layers, 32 channels.
+    assert attention_flops(step.TINY, tensors) == 2 * 7 * 5 * 32 * pairs
+
+
+@pytest.mark.slow
+def test_quick_form_of_the_step_runs(tmp_path: Path):
+    step.main(["quick", str(tmp_path / "step.json")])
+    (row,) = json.loads((tmp_path / "step.json").read_text())["rows"]
+    assert row["who"] == tables.OURS
+    assert 5 < row["loss"] < 7
+    assert row["peak_mib"] > 0
+    assert tables.step_table([row])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_quick_form_of_the_stream_runs(tmp_path: Path):
+    stream.main(["quick", str(tmp_path / "stream.json")])
+    found = json.loads((tmp_path / "stream.json").read_text())
+    (window,) = found["windows"]
+    assert 0 < window["efficiency"] < 2
+    (size,) = found["sizes"]
+    assert min(size["edge_gb_per_s"], size["stream_gb_per_s"], size["memcpy_gb_per_s"]) > 0
+    assert tables.stream_tables(found)
