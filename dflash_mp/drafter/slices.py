@@ -35,27 +35,22 @@ class _SumOverSlices(torch.autograd.Function):
     def forward(
         ctx: Any, share: Share, run: Run, slices: Sequence[slice], *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
-        gradients: list[Tensor | None] = [None] * len(parameters)
+        # Before any activation, so that these, which stay, leave no holes where those were.
+        gradients = [torch.zeros_like(parameter) for parameter in parameters]
         losses, counts = [], []
         with torch.enable_grad():
             shared = share()
             leaves = [tensor.detach().requires_grad_() for tensor in shared]
-            by_shared: list[Tensor | None] = [None] * len(leaves)
+            by_shared = [torch.zeros_like(leaf) for leaf in leaves]
             for part in slices:
                 loss, counted = run(part, leaves)
                 found = _gradients([loss], [*parameters, *leaves])
-                _add(gradients, found[: len(parameters)])
-                _add(by_shared, found[len(parameters) :])
+                _add([*gradients, *by_shared], found)
                 losses.append(loss.detach())
                 counts.append(counted)
-            made = [(t, g) for t, g in zip(shared, by_shared, strict=True) if g is not None]
-            if made:
-                tensors, factors = zip(*made, strict=True)
-                _add(gradients, _gradients(tensors, parameters, factors))
-        ctx.gradients = [
-            torch.zeros_like(p) if g is None else g
-            for p, g in zip(parameters, gradients, strict=True)
-        ]
+                del loss, found
+            _add(gradients, _gradients(shared, parameters, by_shared))
+        ctx.gradients = gradients
         total = torch.stack(counts).sum(dim=0)
         ctx.mark_non_differentiable(total)
         return torch.stack(losses).sum(), total
@@ -78,11 +73,8 @@ def _gradients(
         return torch.autograd.grad(outputs, inputs, factors, allow_unused=True)
 
 
-def _add(totals: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
+def _add(totals: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
     """Add ``found`` to ``totals`` in place."""
-    for i, gradient in enumerate(found):
-        total = totals[i]
-        if total is None:
-            totals[i] = gradient
-        elif gradient is not None:
+    for total, gradient in zip(totals, found, strict=True):
+        if gradient is not None:
             total.add_(gradient)
