@@ -90,7 +90,7 @@ class _HeadLoss(torch.autograd.Function):
         loss = torch.empty(count, dtype=torch.float32, device=hidden.device)  # [R]
         correct = torch.empty(count, dtype=torch.bool, device=hidden.device)  # [R]
         gradient = torch.empty_like(hidden) if wanted else None  # [R, H]
-        weight = _compute_weight(rows.weight)
+        weight = compute_weight(rows.weight)
         for first in range(0, count, rows_per_chunk):
             chunk = slice(first, first + rows_per_chunk)
             labels = None if rows.labels is None else rows.labels[chunk]
@@ -118,8 +118,11 @@ class _HeadLoss(torch.autograd.Function):
         return gradient * gradients[0][:, None].to(gradient.dtype), None, None, None
 
 
-def _compute_weight(weight: Tensor) -> Tensor:
-    """The head in the dtype of its matrix products: autocast's where it is on, else its own."""
+def compute_weight(weight: Tensor) -> Tensor:
+    """The head in the dtype of its matrix products: autocast's where it is on, else its own.
+
+    A copy of the whole head where they differ: who calls ``head_loss`` several times makes it once.
+    """
     kind = weight.device.type
     if torch.is_autocast_enabled(kind):
         return weight.to(torch.get_autocast_dtype(kind))

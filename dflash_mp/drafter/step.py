@@ -12,7 +12,13 @@ from dflash_mp.config import DrafterConfig, LossConfig
 from dflash_mp.drafter.anchors import Blocks, make_blocks, sample_anchors
 from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.features import FeatureBatch
-from dflash_mp.losses import HeadRows, dpace_weights, head_loss, position_weights
+from dflash_mp.losses import (
+    HeadRows,
+    compute_weight,
+    dpace_weights,
+    head_loss,
+    position_weights,
+)
 
 DEFAULT_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 
@@ -77,8 +83,17 @@ def blocks_loss(
     supervised = blocks.supervised  # [A, B]
     rows = supervised if supervised.device.type == "cpu" else every_slot(supervised)
 
+    weight = compute_weight(head.weight)
+
     def objective(hidden: Tensor, some: Blocks, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return weighted_sum(hidden, head, batch, some, rows, loss)
+        through_head = HeadRows(
+            hidden,
+            weight,
+            some.labels[rows] if loss.labels == "data" else None,
+            target_rows(batch, some, rows) if loss.reads_target else None,
+            head.softcap,
+        )
+        return weighted_sum(through_head, some, rows, loss)
 
     value, counts = model(
         head.embed(blocks.input_ids),
@@ -93,34 +108,20 @@ def blocks_loss(
 
 
 def weighted_sum(
-    hidden: Tensor,
-    head: FrozenHead,
-    batch: FeatureBatch,
-    blocks: Blocks,
-    rows: Tensor,
-    loss: LossConfig,
+    through_head: HeadRows, blocks: Blocks, rows: Tensor, loss: LossConfig
 ) -> tuple[Tensor, Tensor]:
     """Sum over supervised slots of weight times objective.
 
     Args:
-        hidden: ``[R, H]`` of the slots ``rows [A, B]``, after the drafter's final norm.
-        head: the target's.
-        batch: what the blocks were drawn from.
-        blocks: whole blocks, all of the batch's or some.
-        rows: bool; what is not supervised in them weighs nothing.
+        through_head: the slots ``rows``.
+        blocks: whole blocks, all of a batch's or some.
+        rows: ``[A, B]`` bool; what is not supervised in them weighs nothing.
         loss: which objective.
 
     Returns:
         The sum with its graph, and ``[4]`` float64: its value, weight, correct slots, supervised
         slots.
     """
-    through_head = HeadRows(
-        hidden,
-        head.weight,
-        blocks.labels[rows] if loss.labels == "data" else None,
-        target_rows(batch, blocks, rows) if loss.reads_target else None,
-        head.softcap,
-    )
     kind = "ce" if loss.kind == "dpace" else loss.kind
     loss_rows, correct_rows = head_loss(through_head, kind, loss.rows_per_chunk)  # [R]
     supervised = blocks.supervised  # [A, B]

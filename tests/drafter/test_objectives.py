@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import dflash_mp.drafter.model
 from dflash_mp.config import DrafterConfig, LossConfig, UserError
 from dflash_mp.drafter.anchors import sample_anchors
 from dflash_mp.drafter.frozen_head import FrozenHead
@@ -18,6 +19,17 @@ from dflash_mp.features import FeatureBatch
 WIDTH, VOCAB, BLOCK, MASK, TAPS, ANCHORS = 16, 41, 5, 40, 2, 6
 LENGTHS, PADDING = (13, 11), 4
 GAMMA, ALPHA = 2.5, 0.3
+DRAFTER = DrafterConfig(
+    layers=2,
+    block_size=BLOCK,
+    tapped_layers=TAPS,
+    sliding_layers=0,
+    sliding_window=64,
+    mask_token_id=MASK,
+    anchors_per_batch=ANCHORS,
+    attention="sdpa",
+    precision="float32",
+)
 
 
 def loss_config(kind: str, labels: str, decay: bool, gamma: float | None = GAMMA) -> LossConfig:
@@ -122,6 +134,7 @@ def plain_loss(
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("per_slice", [2, 32])
 @pytest.mark.parametrize("labels", ["data", "target"])
 @pytest.mark.parametrize(
     ("kind", "decay"),
@@ -136,26 +149,22 @@ def plain_loss(
     ],
 )
 def test_batch_loss_equals_plain_loops(
-    model: DFlashDraftModel, kind: str, decay: bool, labels: str, softcap: float | None
+    model: DFlashDraftModel,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    decay: bool,
+    labels: str,
+    per_slice: int,
+    softcap: float | None,
 ) -> None:
+    monkeypatch.setattr(dflash_mp.drafter.model, "BLOCKS_PER_SLICE", per_slice)
     loss = loss_config(kind, labels, decay)
     batch, head = make_batch(), make_head(softcap)
-    drafter = DrafterConfig(
-        layers=2,
-        block_size=BLOCK,
-        tapped_layers=TAPS,
-        sliding_layers=0,
-        sliding_window=64,
-        mask_token_id=MASK,
-        anchors_per_batch=ANCHORS,
-        attention="sdpa",
-        precision="float32",
-    )
     twin = deepcopy(model).double()
     expected, counts = plain_loss(twin, deepcopy(head).double(), batch, loss)
     expected.backward()
 
-    out = batch_loss(model, head, batch, MASK, drafter, loss, seed=0)
+    out = batch_loss(model, head, batch, MASK, DRAFTER, loss, seed=0)
     out.loss.backward()
 
     assert out.counts.tolist() == pytest.approx([*counts, sum(LENGTHS)], rel=1e-5)
@@ -164,6 +173,23 @@ def test_batch_loss_equals_plain_loops(
         gradient = twin.get_parameter(name).grad
         scale = float(gradient.abs().max())
         torch.testing.assert_close(parameter.grad.double(), gradient, atol=1e-4 * scale, rtol=1e-4)
+
+
+def test_gradients_are_scaled_and_added_up(model: DFlashDraftModel) -> None:
+    loss, head = loss_config("ce", "data", True), make_head(None)
+    once = [p.clone() for p in gradients(model, head, loss, [1.0])]
+    for single, sum_of_two in zip(once, gradients(model, head, loss, [3.0, -1.0]), strict=True):
+        torch.testing.assert_close(sum_of_two, 2 * single, atol=1e-5, rtol=1e-4)
+
+
+def gradients(
+    model: DFlashDraftModel, head: FrozenHead, loss: LossConfig, factors: list[float]
+) -> list[Tensor]:
+    model.zero_grad()
+    for factor in factors:
+        out = batch_loss(model, head, make_batch(), MASK, DRAFTER, loss, seed=0)
+        (factor * out.loss).backward()
+    return [parameter.grad for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize(
