@@ -2,8 +2,8 @@
 
 Forward and backward of one micro-batch, each implementation in a process and environment of its
 own, taking turns: same weights, rows and anchors, one thread, CPU seconds. Forms: ``quick`` (this
-project only, a tiny drafter, to see that it works), ``short`` (the default: fp32 at 128 anchors,
-about 10 minutes) and ``full``.
+project only, a tiny drafter, to see that it works), ``short`` (the default: fp32 at 128 anchors, a
+quarter of an hour on an idle core) and ``full`` (an hour and a quarter).
 """
 
 import json
