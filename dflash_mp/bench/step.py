@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def run(
     return {"rounds": rounds, "rows": rows}
 
 
-Ask = Any
+Ask = Callable[..., dict[str, Any]]
 """``ask(**request) -> answer`` of one worker."""
 
 
@@ -89,28 +89,27 @@ def worker(python: str, module: str, folder: Path) -> Iterator[Ask]:
         [python, "-m", module, folder], cwd=ROOT, env=environment, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
+    requests, answers = process.stdin, process.stdout
+    assert requests is not None
+    assert answers is not None
 
     def answer() -> dict[str, Any]:
-        assert process.stdout is not None
-        for line in process.stdout:
+        for line in answers:
             if line.startswith("{"):
                 found: dict[str, Any] = json.loads(line)
                 return found
         raise RuntimeError(f"{module} ended with code {process.wait()}, see above")
 
     def ask(**request: object) -> dict[str, Any]:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
+        requests.write(json.dumps(request) + "\n")
+        requests.flush()
         return answer()
 
     answer()
     try:
         yield ask
     finally:
-        process.stdin.close()
+        requests.close()
         process.wait()
 
 
