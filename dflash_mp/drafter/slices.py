@@ -43,7 +43,8 @@ class _SumOverSlices(torch.autograd.Function):
             leaves = [tensor.detach().requires_grad_() for tensor in shared]
             by_shared = [torch.zeros_like(leaf) for leaf in leaves]
             for part in slices:
-                loss, counted = run(part, leaves)
+                # Views: torch's module tracker cannot have leaves as inputs in autograd.grad.
+                loss, counted = run(part, [leaf.view_as(leaf) for leaf in leaves])
                 found = _gradients([loss], [*parameters, *leaves])
                 _add([*gradients, *by_shared], found)
                 losses.append(loss.detach())
