@@ -1,11 +1,14 @@
-"""Our drafter step against the peers': ``python -m dflash_mp.bench.step [form] [result.json]``.
+"""Our drafter step against the peers', on this machine.
+
+    python -m dflash_mp.bench.step short
 
 Forward and backward of one micro-batch, each implementation in a process and environment of its
-own, taking turns: same weights, rows and anchors, one thread, CPU seconds. Forms: ``quick`` (this
-project only, a tiny drafter, to see that it works), ``short`` (the default: fp32 at 128 anchors, a
-quarter of an hour on an idle core) and ``full`` (an hour and a quarter).
+own, taking turns: same weights, rows and anchors, one thread, CPU seconds. Forms: quick (this
+project only, a tiny drafter, to see that it works), short (fp32 at 128 anchors, a quarter of an
+hour on an idle core) and full (an hour and a quarter).
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -32,18 +35,22 @@ SHORT = tuple(case for case in CASES if case.anchors == 128)
 
 def main(arguments: list[str]) -> None:
     """Entry point."""
-    form = arguments[0] if arguments else "short"
-    path = Path(arguments[1]) if len(arguments) > 1 else RESULTS / f"step-{form}.json"
-    match form:
-        case "quick":
-            found = run(TINY, QUICK, ("float32",), rounds=1, peers=False)
-        case "short":
-            found = run(Shape(), SHORT, ("float32",), rounds=3, peers=True)
-        case "full":
-            found = run(Shape(), CASES, ("float32", "bfloat16"), rounds=3, peers=True)
-        case _:
-            raise SystemExit(f"unknown form {form!r}: quick, short or full")
-    write_result(path, {"form": form, **found})
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash_mp.bench.step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("form", nargs="?", default="short", choices=("quick", "short", "full"))
+    parser.add_argument("result", type=Path, nargs="?", help="default: results/step-<form>.json")
+    parsed = parser.parse_args(arguments)
+    form = parsed.form
+    if form == "quick":
+        found = run(TINY, QUICK, ("float32",), rounds=1, peers=False)
+    elif form == "short":
+        found = run(Shape(), SHORT, ("float32",), rounds=3, peers=True)
+    else:
+        found = run(Shape(), CASES, ("float32", "bfloat16"), rounds=3, peers=True)
+    write_result(parsed.result or RESULTS / f"step-{form}.json", {"form": form, **found})
 
 
 def run(

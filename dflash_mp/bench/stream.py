@@ -1,9 +1,12 @@
-"""What the stream costs: ``python -m dflash_mp.bench.stream [form] [result.json]``.
+"""What the stream costs on this machine.
+
+    python -m dflash_mp.bench.stream full
 
 Stages sleep instead of computing, so that they do not fight for cores; bytes, processes, store and
-edges are real. Forms: ``quick`` (to see that it works) and ``full`` (the default, 5 minutes).
+edges are real. Forms: quick (to see that it works) and full (2 minutes).
 """
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -25,25 +28,29 @@ TARGETS = (1, 2, 4, 8)
 
 def main(arguments: list[str]) -> None:
     """Entry point."""
-    form = arguments[0] if arguments else "full"
-    path = Path(arguments[1]) if len(arguments) > 1 else RESULTS / f"stream-{form}.json"
-    match form:
-        case "quick":
-            found = {
-                "windows": windows(1, 1, (0.01, 0.01), MIB, frames=16, slots=(3,)),
-                "sizes": sizes((1,)),
-                "targets": [],
-            }
-        case "full":
-            found = {
-                "windows": windows(2, 1, (0.1, 0.05), FRAME, frames=100)
-                + windows(5, 3, (0.25, 0.15), FRAME, frames=60),
-                "sizes": sizes(SIZES),
-                "targets": targets(TARGETS),
-            }
-        case _:
-            raise SystemExit(f"unknown form {form!r}: quick or full")
-    write_result(path, {"form": form, **found})
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash_mp.bench.stream",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("form", nargs="?", default="full", choices=("quick", "full"))
+    parser.add_argument("result", type=Path, nargs="?", help="default: results/stream-<form>.json")
+    parsed = parser.parse_args(arguments)
+    form = parsed.form
+    if form == "quick":
+        found = {
+            "windows": windows(1, 1, (0.01, 0.01), MIB, frames=16, slots=(3,)),
+            "sizes": sizes((1,)),
+            "targets": [],
+        }
+    else:
+        found = {
+            "windows": windows(2, 1, (0.1, 0.05), FRAME, frames=100)
+            + windows(5, 3, (0.25, 0.15), FRAME, frames=60),
+            "sizes": sizes(SIZES),
+            "targets": targets(TARGETS),
+        }
+    write_result(parsed.result or RESULTS / f"stream-{form}.json", {"form": form, **found})
 
 
 def windows(
