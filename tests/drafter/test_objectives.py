@@ -182,6 +182,34 @@ def test_gradients_are_scaled_and_added_up(model: DFlashDraftModel) -> None:
         torch.testing.assert_close(sum_of_two, 3.5 * single, atol=1e-5, rtol=1e-4)
 
 
+class Kept:
+    """A tensor that autograd keeps for the backward; knows the most bytes kept at a time."""
+
+    now = peak = 0
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        Kept.now += tensor.nbytes
+        Kept.peak = max(Kept.peak, Kept.now)
+
+    def __del__(self) -> None:
+        Kept.now -= self.tensor.nbytes
+
+
+def test_activations_of_one_slice_exist_at_a_time(
+    model: DFlashDraftModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss, peaks = loss_config("ce", "data", True), []
+    for per_slice in (6, 2):
+        monkeypatch.setattr(dflash_mp.drafter.model, "BLOCKS_PER_SLICE", per_slice)
+        Kept.now = Kept.peak = 0
+        with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+            batch_loss(model, make_head(None), make_batch(), MASK, DRAFTER, loss, seed=0)
+        peaks.append(Kept.peak)
+    # What the context keeps is there all the time.
+    assert peaks[1] < 0.6 * peaks[0]
+
+
 def gradients(
     model: DFlashDraftModel, head: FrozenHead, loss: LossConfig, factors: list[float]
 ) -> list[Tensor]:
