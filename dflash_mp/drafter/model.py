@@ -190,7 +190,7 @@ class DFlashDraftModel(nn.Module):
         """
         wanted = blocks.valid if rows is None else blocks.valid | rows.any(dim=1)  # [A]
         kept, low, high = self._extent(blocks, wanted, hidden_states.shape[0])
-        whole, noise = select_blocks(blocks, kept), noise_embedding[kept]
+        whole = select_blocks(blocks, kept)
         own = None if rows is None else rows[kept]
 
         def share() -> list[Tensor]:
@@ -203,11 +203,12 @@ class DFlashDraftModel(nn.Module):
             assert objective is not None
             assert own is not None
             some = select_blocks(whole, part)
-            hidden = self._blocks(noise[part], some, own[part], shared, low)
+            noise = noise_embedding[kept[part]]
+            hidden = self._blocks(noise, some, own[part], shared, low)
             return objective(hidden, some, own[part])
 
         if objective is None:
-            hidden = self._blocks(noise, whole, own, share(), low)
+            hidden = self._blocks(noise_embedding[kept], whole, own, share(), low)
             if rows is not None:
                 return hidden
             hidden = torch.where(whole.valid[:, None, None], hidden, 0.0)
