@@ -1,5 +1,6 @@
 """A tiny target with a tokenizer and a chat template, and a way to start real jobs."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra.core.config_store import ConfigStore
 
 from tiny import make_conversations, make_tiny_target
 
@@ -34,6 +36,13 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def heldout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """5 other conversations."""
     return make_conversations(tmp_path_factory.mktemp("data") / "heldout.jsonl", 5, seed=1)
+
+
+@pytest.fixture
+def own_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a module run as ``__main__`` registers with Hydra goes with the test."""
+    store = ConfigStore.instance()
+    monkeypatch.setattr(store, "repo", copy.deepcopy(store.repo))
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")

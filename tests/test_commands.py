@@ -21,6 +21,7 @@ def missing(module: str) -> bool:
     return importlib.util.find_spec(module) is None
 
 
+@pytest.mark.usefixtures("own_schemas")
 @pytest.mark.parametrize("module", MODULES)
 def test_help_fits_a_screen_and_has_an_example(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

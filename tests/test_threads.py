@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from torch import Tensor
+
+from dflash_mp.config import TrainConfig, UserError, config_dir, to_config
+from dflash_mp.threads.play import refuse
 
 Launch = Callable[..., object]
 HERE = Path(__file__).parent
@@ -44,24 +48,28 @@ def test_a_thread_that_fails_ends_the_process_with_its_name(launch: Launch) -> N
     assert last.endswith("ValueError: a fault of purpose")
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("ranks", "overrides", "message"),
+    ("overrides", "rank", "message"),
     [
-        (0, ("isolation=threads",), "say race.i_know=true"),
-        (2, THREADS, "without torchrun or launch.spawn"),
-        (0, (*THREADS, "race.treatment=processes"), "is what isolation=processes does"),
-        (0, (*THREADS, "race.treatment=magic"), "must be one of none, shim"),
-        (0, ("race.treatment=lock",), "nothing in torch is touched"),
+        (["isolation=threads"], None, r"say race\.i_know=true"),
+        (THREADS, "0", r"without torchrun or launch\.spawn"),
+        ([*THREADS, "race.treatment=processes"], None, "is what isolation=processes does"),
+        ([*THREADS, "race.treatment=magic"], None, "must be one of none, shim"),
+        ([*THREADS, "topology.elastic=true"], None, "elastic=true needs isolation=processes"),
+        (["race.treatment=lock"], None, "nothing in torch is touched"),
     ],
 )
 def test_threads_are_refused_for_real_work(
-    launch: Launch, ranks: int, overrides: tuple[str, ...], message: str
+    overrides: list[str], rank: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = launch(ranks, *overrides, spawn=bool(ranks))
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with (
+        initialize_config_dir(config_dir(), version_base="1.3"),
+        pytest.raises(UserError, match=message),
+    ):
+        refuse(to_config(compose("train", list(overrides)), TrainConfig))
 
 
 @pytest.mark.distributed

@@ -91,9 +91,13 @@ JOBS = {
 }
 
 
+BY_BOTH = "layer beyond the target"
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("spawn", [False, True], ids=["torchrun", "spawn"])
-@pytest.mark.parametrize("case", list(JOBS))
+@pytest.mark.parametrize(
+    ("case", "spawn"), [*((case, False) for case in JOBS), (BY_BOTH, True)], ids=str
+)
 def test_a_mistake_found_inside_a_job_is_said_once(
     case: str, spawn: bool, launch: Callable[..., object], tmp_path: Path
 ) -> None:
