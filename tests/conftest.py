@@ -53,9 +53,10 @@ Launch = Callable[..., subprocess.CompletedProcess]
 def launch(tiny_target: Path, conversations: Path, heldout: Path, tmp_path: Path) -> Launch:
     """Train on the tiny target in real processes; later overrides win.
 
-    ``launch(ranks, *overrides, spawn=False, script=None, timeout=120, wait=True)`` returns the
+    ``launch(ranks, *overrides, spawn=True, script=None, timeout=120, wait=True)`` returns the
     finished launcher (the running one without ``wait``) with its output as text. ``script``
-    replaces ``-m dflash_mp.train``; no ``ranks`` means no launcher. The run folder is
+    replaces ``-m dflash_mp.train``; no ``ranks`` means no launcher, ``spawn`` not torchrun, which
+    takes longer to start. The run folder is
     ``tmp_path / "run"`` unless given.
     """
     defaults = [
@@ -85,7 +86,7 @@ def launch(tiny_target: Path, conversations: Path, heldout: Path, tmp_path: Path
     def run(
         ranks: int,
         *overrides: str,
-        spawn: bool = False,
+        spawn: bool = True,
         script: Path | None = None,
         timeout: float = 120,
         wait: bool = True,
@@ -96,6 +97,7 @@ def launch(tiny_target: Path, conversations: Path, heldout: Path, tmp_path: Path
         command = [sys.executable, *TORCHRUN, "--nproc_per_node", str(ranks), *program]
         if spawn:
             command = [sys.executable, "-m", "launch.spawn", "--nproc", str(ranks)]
+            command += [] if script is None else ["--script", str(script)]
         if not ranks:
             command = [sys.executable, *program]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -21,7 +21,7 @@ def test_the_configuration_is_printed_once(launch: Launch, spawn: bool) -> None:
 def test_a_sweep_trains_once_for_each_value(launch: Launch, tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     folders = ("output_dir=null", f"hydra.sweep.dir={sweep}")
-    result = launch(2, *folders, "seed=1,2", "steps=1", "--multirun")
+    result = launch(2, *folders, "seed=1,2", "steps=1", "--multirun", spawn=False)
     assert result.returncode == 0, result.stderr[-2000:]
     seeds = [OmegaConf.load(sweep / job / "config.yaml").seed for job in ("0", "1")]
     assert seeds == [1, 2]

@@ -27,7 +27,7 @@ def test_threads_learn_what_processes_learn(launch: Launch, tmp_path: Path) -> N
     def train(name: str, ranks: int, *overrides: str) -> dict[str, Tensor]:
         folder = tmp_path / name
         settings = ("topology.drafters=2", f"output_dir={folder}", *overrides)
-        return weights(launch(ranks, *settings, spawn=bool(ranks)), folder)
+        return weights(launch(ranks, *settings), folder)
 
     processes = train("processes", 3)
     threads = train("threads", 0, *THREADS)

@@ -29,7 +29,7 @@ def ran(result: object, folder: Path) -> dict[str, Tensor]:
 def reference(launch: Launch, tmp_path: Path) -> dict[str, Tensor]:
     """One target, one drafter, under torchrun."""
     folder = tmp_path / "reference"
-    return ran(launch(2, f"output_dir={folder}"), folder)
+    return ran(launch(2, f"output_dir={folder}", spawn=False), folder)
 
 
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -45,7 +45,7 @@ def test_weights_are_bit_equal_for_any_targets_slots_launcher_and_delay(
     jobs = {
         "2+1, one slot": {"ranks": 3, "overrides": ["wire.slots=1"]},
         "3+1": {"ranks": 4, "overrides": ["topology.targets=3"]},
-        "2+1, spawn": {"ranks": 3, "overrides": [], "spawn": True},
+        "2+1, torchrun": {"ranks": 3, "overrides": [], "spawn": False},
         "2+1, delayed at random": {"ranks": 3, "overrides": [], "script": slow},
     }
     for name, job in jobs.items():
