@@ -46,6 +46,7 @@ def own_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Launch = Callable[..., subprocess.CompletedProcess]
 
 
@@ -101,6 +102,8 @@ def launch(tiny_target: Path, conversations: Path, heldout: Path, tmp_path: Path
         if not ranks:
             command = [sys.executable, *program]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        # Accelerate, in another test, may have said that this process is a rank.
+        pipes["env"] = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
         if not wait:
             return subprocess.Popen(command + arguments, **pipes)
         return subprocess.run(command + arguments, timeout=timeout, check=False, **pipes)
