@@ -311,8 +311,13 @@ class Sentinel:
         self._peers.store.set(f"beat/{self.place.rank}", dumps(asdict(beat)))
         # A timer in C: it runs out when no Python thread of this process gets to run.
         faulthandler.dump_traceback_later(self.limits.gil_s, exit=True)
-        # What torchrun prints should this process end without a word.
-        write_report(self.hello.report, self.hello.accused(phase.name, SILENT_END).text)
+        # What torchrun prints should this process end without a word; another thread that leaves
+        # now has taken it away, and it must not come back.
+        if self._leaving.acquire(blocking=False):
+            try:
+                write_report(self.hello.report, self.hello.accused(phase.name, SILENT_END).text)
+            finally:
+                self._leaving.release()
 
     def _check_self(self) -> None:
         phase = self._phase
