@@ -1,4 +1,4 @@
-"""Who has failed, judged from what ranks tell of themselves and what /proc shows."""
+"""Who has failed, judged from what ranks tell of themselves, what /proc shows, and from errors."""
 
 import time
 
@@ -95,3 +95,17 @@ def no_progress(peers: Peers, ranks: int) -> Verdict | None:
             owes = f": nobody has claimed its frame {k}"
     phase = known[culprit.rank].phase if culprit.rank in known else "end"
     return culprit.accused(phase, f"no rank makes progress{owes}; {table}")
+
+
+def is_communication(error: BaseException) -> bool:
+    """Whether ``error`` may only tell that another rank is gone."""
+    kinds = (dist.DistError, ConnectionError)
+    words = ("gloo", "NCCL", "Connection", "Socket", "Broken pipe", "store")
+    current: BaseException | None = error
+    while current is not None:
+        if isinstance(current, kinds) or getattr(current, "consequence", False):
+            return True
+        if isinstance(current, RuntimeError) and any(word in str(current) for word in words):
+            return True
+        current = current.__cause__ or current.__context__
+    return False

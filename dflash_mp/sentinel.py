@@ -30,7 +30,13 @@ import torch.distributed as dist
 
 from dflash_mp.cast import Place, connection
 from dflash_mp.config import FailureConfig, UserError
-from dflash_mp.judge import Silence, dead_peer, no_progress, silent_neighbour
+from dflash_mp.judge import (
+    Silence,
+    dead_peer,
+    is_communication,
+    no_progress,
+    silent_neighbour,
+)
 from dflash_mp.peers import Beat, Hello, Peers, read_beat
 from dflash_mp.verdict import (
     CAUSE,
@@ -384,20 +390,6 @@ def catch_signals() -> tuple[int, dict[int, Any]]:
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     return reading, {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-
-
-def is_communication(error: BaseException) -> bool:
-    """Whether ``error`` may only tell that another rank is gone."""
-    kinds = (dist.DistError, ConnectionError)
-    words = ("gloo", "NCCL", "Connection", "Socket", "Broken pipe", "store")
-    current: BaseException | None = error
-    while current is not None:
-        if isinstance(current, kinds) or getattr(current, "consequence", False):
-            return True
-        if isinstance(current, RuntimeError) and any(word in str(current) for word in words):
-            return True
-        current = current.__cause__ or current.__context__
-    return False
 
 
 @contextmanager

@@ -62,4 +62,4 @@ def test_leaving_a_role_does_not_hang() -> None:
     """A deadlock inside torch between DDP's end and gloo's threads; one time in a dozen."""
     script = Path(__file__).parent / "many_roles.py"
     command = [sys.executable, "-m", "launch.spawn", "--nproc", "3", "--script", str(script)]
-    subprocess.run(command, check=True, timeout=60)
+    assert subprocess.run(command, check=False, timeout=60).returncode == 0

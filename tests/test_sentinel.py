@@ -15,9 +15,14 @@ import torch.distributed as dist
 
 from dflash_mp.cast import place
 from dflash_mp.config import FailureConfig, TopologyConfig, UserError
-from dflash_mp.judge import Silence, dead_peer, no_progress, silent_neighbour
+from dflash_mp.judge import (
+    Silence,
+    dead_peer,
+    is_communication,
+    no_progress,
+    silent_neighbour,
+)
 from dflash_mp.peers import GONE, Beat, Hello, Peers, start_time
-from dflash_mp.sentinel import is_communication
 from dflash_mp.verdict import FAILURE, MISTAKE, SILENT_END, STOP, STUCK, Verdict, write_report
 from dflash_mp.wire.frame import FrameError
 from dflash_mp.wire.stream import StreamError
