@@ -44,6 +44,8 @@ def features() -> Features:
 
 def find_line(owner: Any, pattern: str) -> str:
     """Return ``file:line  text`` of the first source line of ``owner`` that matches."""
+    # The first compile of a process wraps some of torch's functions, Tracer.trace among them.
+    owner = inspect.unwrap(owner)
     lines, first = inspect.getsourcelines(owner)
     file = Path(inspect.getsourcefile(owner) or "")
     # A module's lines are numbered from 0, a function's from its first line.
