@@ -33,8 +33,8 @@ Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, ``[..., D]`` fp32."""
 
 Objective = Callable[[Tensor, Blocks, Tensor], tuple[Tensor, Tensor]]
-"""``(hidden [R, H], blocks, rows [A, B]) -> (scalar loss with its graph, counts without)``; adds
-up over blocks."""
+"""``(hidden [R, H], blocks, rows [R]) -> (scalar loss with its graph, counts without)``; adds up
+over blocks. ``rows`` are flat slot indices into those blocks."""
 
 
 @dataclass
@@ -181,6 +181,8 @@ class DFlashDraftModel(nn.Module):
             context_position_ids: ``[S]`` positions inside each document.
             blocks: where the blocks are.
             rows: ``[A, B]`` bool, the slots that are needed; values in padded blocks mean nothing.
+                Flex takes every slot but the anchors' instead, so that shapes are fixed and the
+                host need not wait for the device to know them.
             objective: of the ``rows``; called with some of the blocks at a time.
 
         Returns:
@@ -204,11 +206,13 @@ class DFlashDraftModel(nn.Module):
             assert own is not None
             some = select_blocks(whole, part)
             noise = noise_embedding[kept[part]]
-            hidden = self._blocks(noise, some, own[part], shared, low)
-            return objective(hidden, some, own[part])
+            picked = self._pick(own[part])
+            hidden = self._blocks(noise, some, picked, shared, low)
+            return objective(hidden, some, picked)
 
         if objective is None:
-            hidden = self._blocks(noise_embedding[kept], whole, own, share(), low)
+            picked = None if own is None else self._pick(own)
+            hidden = self._blocks(noise_embedding[kept], whole, picked, share(), low)
             if rows is not None:
                 return hidden
             hidden = torch.where(whole.valid[:, None, None], hidden, 0.0)
@@ -232,7 +236,7 @@ class DFlashDraftModel(nn.Module):
         Args:
             noise_embedding: ``[A, B, H]``.
             blocks: those blocks.
-            rows: ``[A, B]`` bool or None, as for ``forward``.
+            rows: ``[R]`` flat slot indices, or None for all.
             shared: context keys and values ``[S, G, D]``, layer by layer.
             low: row index of the context's first token.
 
@@ -248,14 +252,20 @@ class DFlashDraftModel(nn.Module):
         )
         rotation = self.rotary_emb.rotation(blocks.position_ids)
         attends = {rule: make_attend(self.attention, layout, rule) for rule in set(self.rules)}
-        picked = None if rows is None else rows.flatten().nonzero().flatten()  # [R]
         hidden = noise_embedding.to(self.fc.weight.dtype)  # fp32 residual under autocast
         last = len(self.rules) - 1
         for i, (layer, rule) in enumerate(self._layers()):
-            only = picked if i == last else None
+            only = rows if i == last else None
             pair = (shared[2 * i], shared[2 * i + 1])
             hidden = layer(hidden, pair, rotation, attends[rule], only)
         return self.norm(hidden)
+
+    def _pick(self, rows: Tensor) -> Tensor:
+        """Flat indices ``[R]`` of the slots in ``rows [A, B]``; for flex, of all but slot 0."""
+        if self.attention != "flex":
+            return rows.flatten().nonzero().flatten()
+        slots = torch.arange(rows.numel(), device=rows.device).view(rows.shape)
+        return slots[:, 1:].flatten()
 
     def _extent(self, blocks: Blocks, wanted: Tensor, length: int) -> tuple[Tensor, int, int]:
         """Blocks to compute and the slice of the row they can see.

@@ -78,18 +78,13 @@ def blocks_loss(
     model: nn.Module, head: FrozenHead, batch: FeatureBatch, blocks: Blocks, loss: LossConfig
 ) -> BatchLoss:
     """``batch_loss`` for blocks that have been chosen already."""
-    # On a GPU shapes stay fixed: all slots but the anchor go to the head, with weight zero where
-    # nothing is supervised.
-    supervised = blocks.supervised  # [A, B]
-    rows = supervised if supervised.device.type == "cpu" else every_slot(supervised)
-
     weight = compute_weight(head.weight)
 
     def objective(hidden: Tensor, some: Blocks, rows: Tensor) -> tuple[Tensor, Tensor]:
         through_head = HeadRows(
             hidden,
             weight,
-            some.labels[rows] if loss.labels == "data" else None,
+            some.labels.take(rows) if loss.labels == "data" else None,
             target_rows(batch, some, rows) if loss.reads_target else None,
             head.softcap,
         )
@@ -100,7 +95,7 @@ def blocks_loss(
         batch.hidden_states,
         batch.position_ids,
         blocks,
-        rows,
+        blocks.supervised,
         objective,
     )
     tokens = (batch.document_ids >= 0).sum(dtype=torch.float64)
@@ -115,7 +110,7 @@ def weighted_sum(
     Args:
         through_head: the slots ``rows``.
         blocks: whole blocks, all of a batch's or some.
-        rows: ``[A, B]`` bool; what is not supervised in them weighs nothing.
+        rows: ``[R]`` flat indices of those slots; what is not supervised in them weighs nothing.
         loss: which objective.
 
     Returns:
@@ -127,26 +122,18 @@ def weighted_sum(
     supervised = blocks.supervised  # [A, B]
     weights = supervised.float()  # [A, B]
     if loss.kind == "dpace":
-        ce = torch.zeros_like(weights)
-        ce[rows] = loss_rows.detach()
-        weights = dpace_weights(ce, supervised, loss.dpace_alpha)
+        ce = torch.zeros_like(weights).flatten().index_copy(0, rows, loss_rows.detach())
+        weights = dpace_weights(ce.view_as(weights), supervised, loss.dpace_alpha)
         total = supervised.sum()
     else:
         block_size = supervised.shape[1]
         gamma = decay_gamma(loss, block_size)
         weights = weights * position_weights(block_size, gamma, weights.device)
         total = weights.sum()
-    value = (weights[rows] * loss_rows).sum()
-    correct = (correct_rows & supervised[rows]).sum()
+    value = (weights.take(rows) * loss_rows).sum()
+    correct = (correct_rows & supervised.take(rows)).sum()
     counts = (value.detach(), total, correct, supervised.sum())
     return value, torch.stack([count.double() for count in counts])
-
-
-def every_slot(supervised: Tensor) -> Tensor:
-    """``[A, B]`` bool: all slots but the anchor's."""
-    slots = torch.ones_like(supervised)
-    slots[:, 0] = False
-    return slots
 
 
 def target_rows(batch: FeatureBatch, blocks: Blocks, rows: Tensor) -> Tensor:
@@ -157,7 +144,7 @@ def target_rows(batch: FeatureBatch, blocks: Blocks, rows: Tensor) -> Tensor:
     Args:
         batch: with ``final_hidden``.
         blocks: of this batch.
-        rows: ``[A, B]`` bool without slot 0, the slots that are asked for.
+        rows: ``[R]`` flat indices of the slots that are asked for, slot 0 not among them.
 
     Raises:
         ValueError: the batch came without ``final_hidden``.
@@ -165,6 +152,6 @@ def target_rows(batch: FeatureBatch, blocks: Blocks, rows: Tensor) -> Tensor:
     final = batch.final_hidden
     if final is None:
         raise ValueError("the objective needs final_hidden, but the batch came without")
-    slot = torch.arange(rows.shape[1], device=rows.device)  # [B]
+    slot = torch.arange(blocks.input_ids.shape[1], device=rows.device)  # [B]
     before = (blocks.anchors[:, None] + slot - 1).clamp(max=final.shape[0] - 1)  # [A, B]
-    return final[before[rows]]
+    return final[before.take(rows)]

@@ -2,10 +2,12 @@
 
 import math
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 import dflash_mp.drafter.model
 from dflash_mp.config import DrafterConfig, LossConfig, UserError
@@ -57,8 +59,7 @@ def make_batch() -> FeatureBatch:
     )
 
 
-@pytest.fixture
-def model() -> DFlashDraftModel:
+def make_model(attention: str = "sdpa") -> DFlashDraftModel:
     config = read_config(
         {
             "hidden_size": WIDTH,
@@ -74,7 +75,12 @@ def model() -> DFlashDraftModel:
             "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2]},
         }
     )
-    model = DFlashDraftModel(config)
+    return DFlashDraftModel(config, attention)
+
+
+@pytest.fixture
+def model() -> DFlashDraftModel:
+    model = make_model()
     model.init_weights(seed=0)
     return model
 
@@ -173,6 +179,29 @@ def test_batch_loss_equals_plain_loops(
         gradient = twin.get_parameter(name).grad
         scale = float(gradient.abs().max())
         torch.testing.assert_close(parameter.grad.double(), gradient, atol=1e-4 * scale, rtol=1e-4)
+
+
+def step_without_values(attention: str, kind: str) -> None:
+    """A forward on tensors that have shapes but no values; asking for one raises.
+
+    Without a backward: FlexAttention has none on the CPU.
+    """
+    real = make_batch()
+    with FakeTensorMode() as mode, torch.no_grad():
+        tensors = {k: mode.from_tensor(v) for k, v in vars(real).items() if isinstance(v, Tensor)}
+        batch, loss = replace(real, **tensors), loss_config(kind, "data", False)
+        batch_loss(make_model(attention), make_head(None), batch, MASK, DRAFTER, loss, seed=0)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kind", ["ce", "dpace", "kl"])
+def test_with_flex_the_host_needs_no_value_of_the_device(kind: str) -> None:
+    step_without_values("flex", kind)
+
+
+def test_a_step_that_asks_for_a_value_is_noticed() -> None:
+    with pytest.raises(DynamicOutputShapeException):
+        step_without_values("sdpa", "ce")
 
 
 def test_gradients_are_scaled_and_added_up(model: DFlashDraftModel) -> None:
