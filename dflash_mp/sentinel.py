@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from json import dumps
-from typing import Any
 
 import torch.distributed as dist
 
@@ -38,6 +37,7 @@ from dflash_mp.judge import (
     silent_neighbour,
 )
 from dflash_mp.peers import Beat, Hello, Peers, read_beat
+from dflash_mp.stop_signals import StopSignals
 from dflash_mp.verdict import (
     CAUSE,
     CONSEQUENCE,
@@ -67,7 +67,6 @@ POLITE_S = 5.0
 HOLD_S = 8.0
 """How long a rank that only follows stays, so that its launcher sees the culprit first."""
 HOLD_OTHER_NODE_S = 1.0
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Sentinel:
         self._said = threading.Event()
         self._silence = Silence()
         self._stop_deadline = 0.0
-        self._signals, self._handlers = catch_signals()
+        self._signals = StopSignals()
         for name, work in (("verdict", self._await_verdict), ("watch", self._watch)):
             threading.Thread(target=self._run, args=(work,), name=name, daemon=True).start()
 
@@ -156,8 +155,7 @@ class Sentinel:
         self._closed.set()
         # From here on only this: an end that does not come shows where it hangs.
         faulthandler.dump_traceback_later(self.limits.gil_s, exit=True)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        self._signals.restore()
         remove_report(self.hello.report)
 
     def failed(self, error: BaseException) -> None:
@@ -232,7 +230,7 @@ class Sentinel:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             # The thread that reads the signals may be the one that is here.
-            if self._received():
+            if self._signals.received():
                 self._hurry.set()
             if self._hurry.wait(TICK_S):
                 return True
@@ -281,7 +279,7 @@ class Sentinel:
             last = now
             if os.getppid() != self._launcher:
                 self._launcher_gone("this process has another parent now")
-            for number_of_signal in self._received():
+            for number_of_signal in self._signals.received():
                 # SIGUSR1 may come from a launcher that passes on what this rank has had itself.
                 signalled += number_of_signal != signal.SIGUSR1
                 self._asked_to_stop(signal.Signals(number_of_signal).name, signalled)
@@ -353,12 +351,6 @@ class Sentinel:
         if verdict is not None:
             self._speak(verdict)
 
-    def _received(self) -> bytes:
-        try:
-            return os.read(self._signals, 64)
-        except BlockingIOError:
-            return b""
-
     def _asked_to_stop(self, name: str, times: int) -> None:
         if self._leaving.locked():
             self._hurry.set()
@@ -378,18 +370,6 @@ class Sentinel:
         if times > 1 or not trains:
             self.stop_reason = name
             self.stopped("at once" if times > 1 else "nothing to save")
-
-
-def catch_signals() -> tuple[int, dict[int, Any]]:
-    """Have signals arrive in a pipe, also while the main thread is inside native code.
-
-    Returns the pipe's reading end and the handlers that were installed.
-    """
-    reading, writing = os.pipe()
-    os.set_blocking(reading, False)
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    return reading, {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
 
 
 @contextmanager

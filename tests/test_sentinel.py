@@ -241,14 +241,11 @@ def test_limits_must_be_in_order() -> None:
 def test_signals_are_seen_while_the_main_thread_is_in_native_code() -> None:
     code = (
         "import os, threading, time, ctypes\n"
-        "from dflash_mp.sentinel import catch_signals\n"
-        "pipe, _ = catch_signals()\n"
+        "from dflash_mp.stop_signals import StopSignals\n"
+        "signals = StopSignals()\n"
         "def look():\n"
-        "    while not (got := read()): time.sleep(0.05)\n"
+        "    while not (got := signals.received()): time.sleep(0.05)\n"
         "    print(got[0], flush=True); os._exit(0)\n"
-        "def read():\n"
-        "    try: return os.read(pipe, 9)\n"
-        "    except BlockingIOError: return b''\n"
         "threading.Thread(target=look, daemon=True).start()\n"
         "print('ready', flush=True)\n"
         "ctypes.CDLL(None).pause()\n"
