@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mp.bench.machine import RESULTS
+from dflash_mp.markdown import table, with_tables
 
 OURS = "dflash_mp"
-BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 PLOT = "docs/bench_stream.svg"
 MIB = 2**20
 
@@ -51,12 +51,6 @@ def made_with(result: Row) -> list[str]:
         f"Commit {about['commit']}, torch {about['torch']}, Python {about['python']}, "
         f"{about['cores']} cores of an {about['cpu']}, {about['memory_gib']} GiB."
     ]
-
-
-def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """A table in Markdown and an empty line."""
-    lines = [header, ["---"] * len(header), *rows]
-    return [*(f"| {' | '.join(line)} |" for line in lines), ""]
 
 
 def groups(rows: list[Row]) -> list[list[Row]]:
@@ -229,17 +223,10 @@ def plot(stream: Row, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def with_tables(document: str) -> str:
-    """``document`` with what stands between the two markers replaced by the tables."""
-    head, rest = document.split(BEGIN)
-    tail = rest.split(END)[1]
-    return f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
-
-
 def main() -> None:
     """Entry point."""
     path = Path(sys.argv[1])
-    path.write_text(with_tables(path.read_text()))
+    path.write_text(with_tables(path.read_text(), tables()))
     stream = load("stream-full")
     if stream is not None:
         plot(stream, path.parent / PLOT)

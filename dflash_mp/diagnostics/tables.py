@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mp.diagnostics.verdict import Tally, read_results
+from dflash_mp.markdown import table, with_tables
 
 RESULTS = Path(__file__).parent / "results"
-BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 # The scenarios in which the flag or the module hooks decide, in the order of the story.
 ABOUT_FLAG = (
@@ -61,12 +61,6 @@ def entry(cell: Tally | None) -> str:
     return " ".join(part for part in (outcome, cell.in_short(), labels) if part)
 
 
-def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Return a table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
-
-
 def tables() -> str:
     """Return all tables as Markdown."""
     results = load()
@@ -83,17 +77,17 @@ def tables() -> str:
     for name, (_, cells) in zip(names, results, strict=True):
         # The one scenario that every matrix runs under every treatment, in their order.
         treatments = [t for s, t in cells if s == "call-in-make-fx"]
-        lines += ["", f"### torch {name}: the flag and the hooks", ""]
+        lines += [f"### torch {name}: the flag and the hooks", ""]
         lines += table(
             ["treatment", *(f"`{s}`" for s in ABOUT_FLAG)],
             [[f"`{t}`", *(entry(cells.get((s, t))) for s in ABOUT_FLAG)] for t in treatments],
         )
-        lines += ["", f"### torch {name}: other state of the process", ""]
+        lines += [f"### torch {name}: other state of the process", ""]
         lines += table(
             ["scenario", *(f"`{t}`" for t in REST_TREATMENTS)],
             [[f"`{s}`", *(entry(cells.get((s, t))) for t in REST_TREATMENTS)] for s in ABOUT_REST],
         )
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip()
 
 
 def _made_with(about: dict[str, Any]) -> str:
@@ -109,17 +103,10 @@ def _made_with(about: dict[str, Any]) -> str:
     )
 
 
-def with_tables(document: str) -> str:
-    """Return ``document`` with what stands between the two markers replaced by the tables."""
-    head, rest = document.split(BEGIN)
-    tail = rest.split(END)[1]
-    return f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
-
-
 def main() -> None:
     """Entry point."""
     path = Path(sys.argv[1])
-    path.write_text(with_tables(path.read_text()))
+    path.write_text(with_tables(path.read_text(), tables()))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from dflash_mp.diagnostics.catalogue import SCENARIOS, TREATMENTS
-from dflash_mp.diagnostics.tables import ABOUT_FLAG, ABOUT_REST, load, with_tables
+from dflash_mp.diagnostics.tables import ABOUT_FLAG, ABOUT_REST, load, tables
+from dflash_mp.markdown import with_tables
 
 PAGE = (Path(__file__).parents[2] / "docs" / "race.md").read_text()
 
 
 def test_tables_are_those_of_the_results():
-    assert with_tables(PAGE) == PAGE
+    assert with_tables(PAGE, tables()) == PAGE
 
 
 def test_every_scenario_has_a_place_in_the_tables():
