@@ -7,6 +7,16 @@ from omegaconf import MISSING
 
 from dflash_mp.errors import one_of, require
 
+CROSS_ENTROPY = "cross-entropy"
+OBJECTIVES = {
+    "ce": CROSS_ENTROPY,
+    "dpace": "cross-entropy with D-PACE weights",
+    "kl": "KL divergence from the target",
+    "tv": "total variation from the target",
+    "ce+kl": "cross-entropy plus KL divergence",
+}
+"""What ``loss.kind`` takes, and how plots call the training loss; all but ``tv`` are in nats."""
+
 
 @dataclass
 class LossConfig:
@@ -20,7 +30,7 @@ class LossConfig:
     rows_per_chunk: int = MISSING
 
     def __post_init__(self) -> None:
-        one_of("loss.kind", self.kind, ("ce", "dpace", "kl", "tv", "ce+kl"))
+        one_of("loss.kind", self.kind, tuple(OBJECTIVES))
         one_of("loss.labels", self.labels, ("data", "target"))
         require(
             not (self.decay and self.kind == "dpace"),

@@ -15,6 +15,7 @@ from accelerate.tracking import get_available_trackers
 
 import dflash_mp
 from dflash_mp.config import require
+from dflash_mp.learning_config import CROSS_ENTROPY
 from dflash_mp.progress import progress_bar
 
 METRICS = "metrics.jsonl"
@@ -165,8 +166,11 @@ def git_commit() -> str | None:
         return None
 
 
-def plot(folder: Path) -> list[Path]:
-    """Draw loss.png and acceptance.png from metrics.jsonl; returns the files written."""
+def plot(folder: Path, objective: str) -> list[Path]:
+    """Draw loss.png and acceptance.png from metrics.jsonl; returns the files written.
+
+    ``objective`` is what the training loss is, one of ``OBJECTIVES``.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -174,26 +178,40 @@ def plot(folder: Path) -> list[Path]:
 
     rows = read_metrics(folder)
     charts = {
-        "loss.png": {"train/loss": "training", "eval/loss": "held out"},
+        "loss.png": loss_panels(objective),
         "acceptance.png": {
-            "eval/acceptance_length": "simulated (walk)",
-            "eval/decoded_acceptance_length": "decoded",
-            "eval/uniform_anchor_length": "uniform anchors (not an acceptance length)",
+            "tokens per target forward": {
+                "eval/acceptance_length": "simulated (walk)",
+                "eval/decoded_acceptance_length": "decoded",
+                "eval/uniform_anchor_length": "uniform anchors (not an acceptance length)",
+            }
         },
     }
     written = []
-    for name, series in charts.items():
-        figure, axes = pyplot.subplots(figsize=(7, 4), constrained_layout=True)
-        for key, label in series.items():
-            points = [(row["step"], row[key]) for row in rows if key in row]
-            if points:
-                steps, values = zip(*points, strict=True)
-                axes.plot(steps, values, label=label, marker="o" if len(points) < 40 else None)
-        axes.set_xlabel("optimizer step")
-        axes.set_ylabel(name.removesuffix(".png"))
-        axes.grid(alpha=0.3)
-        axes.legend()
+    for name, panels in charts.items():
+        size = (7, 1 + 3 * len(panels))
+        figure, grid = pyplot.subplots(
+            len(panels), figsize=size, sharex=True, squeeze=False, constrained_layout=True
+        )
+        for axes, (unit, series) in zip(grid[:, 0], panels.items(), strict=True):
+            for key, label in series.items():
+                points = [(row["step"], row[key]) for row in rows if key in row]
+                if points:
+                    steps, values = zip(*points, strict=True)
+                    axes.plot(steps, values, label=label, marker="o" if len(points) < 40 else None)
+            axes.set_ylabel(unit)
+            axes.grid(alpha=0.3)
+            if axes.lines:
+                axes.legend()
+        grid[-1, 0].set_xlabel("optimizer step")
         figure.savefig(folder / name, dpi=120)
         pyplot.close(figure)
         written.append(folder / name)
     return written
+
+
+def loss_panels(objective: str) -> dict[str, dict[str, str]]:
+    """What loss.png shows: the lines by what they measure, so that no axis mixes two measures."""
+    panels: dict[str, dict[str, str]] = {objective: {"train/loss": "training"}}
+    panels.setdefault(CROSS_ENTROPY, {})["eval/loss"] = "held out"
+    return panels

@@ -13,10 +13,13 @@ import pytest
 
 from dflash_mp.charts import thinned
 from dflash_mp.config import UserError
+from dflash_mp.learning_config import OBJECTIVES
 from dflash_mp.metrics import empty_counts
 from dflash_mp.report.page import comparison_page, labels, run_page, write_report
 from dflash_mp.report.run_files import read_run
+from dflash_mp.report.sections import losses
 from dflash_mp.roles.live_report import LiveReport
+from dflash_mp.tracking import loss_panels
 
 EVIL = "<script>document.title='x'</script>&\"'"
 CHROMIUM = next(
@@ -251,6 +254,20 @@ def test_runs_are_told_apart() -> None:
     assert labels([Path("/x/a"), Path("/x/b/")]) == ["a", "b"]
     assert labels([Path("/x/1/run"), Path("/x/2/run")]) == ["1/run", "2/run"]
     assert labels([Path("/x/run"), Path("/x/run")]) == ["1: run", "2: run"]
+
+
+def test_losses_of_two_measures_never_share_an_axis(run: Path) -> None:
+    same = {"training": "train/loss", "held out": "eval/loss"}
+    apart = [{key: same[key]} for key in same]
+    assert list(losses({"": read_run(run)}).values()) == [same]
+    with (run / "config.yaml").open("a") as file:
+        file.write("loss:\n  kind: tv\n")
+    tv = losses({"": read_run(run)})
+    assert list(tv.values()) == apart
+    assert OBJECTIVES["tv"] in next(iter(tv))
+    assert list(loss_panels(OBJECTIVES["tv"])) == [OBJECTIVES["tv"], OBJECTIVES["ce"]]
+    assert loss_panels(OBJECTIVES["ce"]) == {OBJECTIVES["ce"]: {v: k for k, v in same.items()}}
+    assert "Held-out loss: cross-entropy" in Page(run_page(read_run(run))).text
 
 
 def test_long_series_keep_their_shape() -> None:

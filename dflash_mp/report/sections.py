@@ -10,13 +10,13 @@ from typing import Any
 
 from dflash_mp.acceptance_summary import merge_results
 from dflash_mp.charts import Points, areas, bars, lines
+from dflash_mp.learning_config import CROSS_ENTROPY, OBJECTIVES
 from dflash_mp.markup import Html, cell, code, table
 from dflash_mp.report.run_files import RunFiles, default_settings
 
 Runs = Mapping[str, RunFiles]
 
 CURVES = {
-    "Loss": {"training": "train/loss", "held out": "eval/loss"},
     "Acceptance length": {
         "simulated on held-out text": "eval/acceptance_length",
         "real decoding": "eval/decoded_acceptance_length",
@@ -45,15 +45,30 @@ ABSENT = "-"
 
 def curves(runs: Runs) -> list[Html]:
     """One chart per kind of value, over the steps, with the lines of all runs."""
-    charts = []
-    for title, series in CURVES.items():
-        named = {
-            _label(run, label, alone=len(series) == 1): files.points(key)
-            for label, key in series.items()
-            for run, files in runs.items()
-        }
-        charts.append(lines(title, named, kinds=_kinds(runs, len(series))))
+    charts = [_curve(runs, title, series) for title, series in (losses(runs) | CURVES).items()]
     return [chart for chart in charts if chart]
+
+
+def losses(runs: Runs) -> dict[str, dict[str, str]]:
+    """Curves of the losses: one chart where all of them are cross-entropies, else two."""
+    kinds = [files.settings.get("loss.kind") for files in runs.values()]
+    trained = list(dict.fromkeys(OBJECTIVES[kind] for kind in kinds if kind in OBJECTIVES))
+    training, held_out = {"training": "train/loss"}, {"held out": "eval/loss"}
+    if trained in ([], [CROSS_ENTROPY]):
+        return {f"Loss: {CROSS_ENTROPY}": training | held_out}
+    return {
+        f"Training loss: {', '.join(trained)}": training,
+        f"Held-out loss: {CROSS_ENTROPY}": held_out,
+    }
+
+
+def _curve(runs: Runs, title: str, series: Mapping[str, str]) -> Html:
+    named = {
+        _label(run, label, alone=len(series) == 1): files.points(key)
+        for label, key in series.items()
+        for run, files in runs.items()
+    }
+    return lines(title, named, kinds=_kinds(runs, len(series)))
 
 
 def _label(run: str, label: str, alone: bool) -> str:
@@ -153,8 +168,9 @@ def _numbers(runs: Runs) -> dict[str, list[Any]]:
     return {
         "steps": each(state),
         "time": each(time),
+        "objective": each(lambda f: f.settings.get("loss.kind")),
         "training loss": each(lambda f: f.last("train/loss")),
-        "held-out loss": each(lambda f: f.last("eval/loss")),
+        "held-out cross-entropy": each(lambda f: f.last("eval/loss")),
         "acceptance length, simulated": each(lambda f: f.last("eval/acceptance_length")),
         "acceptance length, decoded, before training": each(before),
         "acceptance length, decoded": each(lambda f: decoded(f, "acceptance_length")),

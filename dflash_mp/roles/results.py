@@ -7,6 +7,7 @@ from typing import Any
 from dflash_mp.acceptance import simulation_warning
 from dflash_mp.export_folder import add_facts
 from dflash_mp.job import Job
+from dflash_mp.learning_config import CROSS_ENTROPY, OBJECTIVES
 from dflash_mp.report.page import REPORT
 from dflash_mp.tracking import plot, read_metrics
 
@@ -22,9 +23,10 @@ def write_results(job: Job, results: dict[str, Any]) -> None:
             ``decoded`` (summaries of real decoding, or None).
     """
     (job.folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    plots = plot(job.folder)
+    objective = OBJECTIVES[job.config.loss.kind]
+    plots = plot(job.folder, objective)
     add_facts(job.folder / "export", measured_facts(job, results))
-    lines = ["", *curve(read_metrics(job.folder)), "", *acceptance_lines(results), ""]
+    lines = ["", *curve(read_metrics(job.folder), objective), "", *acceptance_lines(results), ""]
     lines += [
         f"checkpoints  {job.folder / 'checkpoints'}",
         f"export       {job.folder / 'export'}",
@@ -38,7 +40,7 @@ def write_results(job: Job, results: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def curve(rows: list[dict[str, float]]) -> list[str]:
+def curve(rows: list[dict[str, float]], objective: str) -> list[str]:
     """The learning curve as a table of at most ``CURVE_ROWS`` lines."""
     evaluated = [row for row in rows if "eval/acceptance_length" in row]
     training = [row for row in rows if "train/loss" in row]
@@ -53,6 +55,8 @@ def curve(rows: list[dict[str, float]]) -> list[str]:
             f"{row['step']:6d}  {loss}  {row['eval/loss']:13.3f}"
             f"  {row['eval/acceptance_length']:22.2f}"
         )
+    if objective != CROSS_ENTROPY:
+        lines.append(f"  train loss: {objective}; held-out loss: {CROSS_ENTROPY}")
     return lines
 
 
