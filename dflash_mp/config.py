@@ -173,11 +173,13 @@ class TopologyConfig:
 class WireConfig:
     """The stream between the roles."""
 
+    edge: str = MISSING
     slots: int = MISSING
     dtype: str = MISSING
     timeout_s: float = MISSING
 
     def __post_init__(self) -> None:
+        one_of("wire.edge", self.edge, ("auto", "gloo", "nccl", "shm"))
         require(self.slots >= 1, f"wire.slots={self.slots}: must be at least 1")
         one_of("wire.dtype", self.dtype, ("bfloat16", "float32"))
         require(self.timeout_s > 0, f"wire.timeout_s={self.timeout_s}: must be positive")
@@ -270,6 +272,10 @@ class TrainConfig:
             self.isolation == "threads" or self.race.treatment == "none",
             f"race.treatment={self.race.treatment} treats threads; with isolation=processes "
             "nothing in torch is touched",
+        )
+        require(
+            self.isolation == "processes" or self.wire.edge == "auto",
+            f"wire.edge={self.wire.edge} joins processes; with isolation=threads use auto",
         )
         for key in self.init:
             one_of("init", key, ("from", "revision"))

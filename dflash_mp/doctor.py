@@ -8,6 +8,7 @@ Each line says ok, warning or problem, and the fix. Problems end with exit code 
 target=smollm2         also checks its tokenizer and chat template, a file of conf/target
 data.train=...         also looks whether the files are there
 topology.drafters=...  the roles that the ranks would get
+wire.edge=...          what would carry the frames
 features.cache=...     the room that kept frames need
 
 Under a launcher (also python -m launch.spawn --nproc 3 --module dflash_mp.doctor) the ranks connect
@@ -52,11 +53,12 @@ def doctor(config: TrainConfig, folder: Path) -> None:
     store = launcher.this_attempt()
     # Shown before the ranks connect, which may fail in ways that end the process.
     found = collect(store, "alone", place.rank, place.world_size, examine(config))
-    # A rank without a GPU cannot join, and the others would wait for it.
-    if not announced(store, "no device", place.rank, problems(found) & {"device", "rank"}):
+    # A rank without a GPU, or with edges that cannot be, does not join: the others would wait.
+    alone = {"device", "rank", "edge"}
+    if not announced(store, "cannot join", place.rank, problems(found) & alone):
         try:
             with enter(place, launcher, None, CONNECT) as cast:
-                together = [*measure_edges(cast), *measure_role(cast)]
+                together = [*measure_edges(cast, config.wire.edge), *measure_role(cast)]
         except RuntimeError as error:
             together = [unreachable(error)]
         found += collect(store, "together", place.rank, place.world_size, together)

@@ -8,6 +8,7 @@ import logging
 import threading
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from dflash_mp.cast import TARGET, Cast, agree, enter, launcher_store, place_from_environment
@@ -29,6 +30,7 @@ from dflash_mp.run_folder import claim_folder
 from dflash_mp.sentinel import UNLIMITED, guard
 from dflash_mp.target.model import check_target, load_config, load_tokenizer
 from dflash_mp.tracking import check_trackers
+from dflash_mp.wire.connect import choose_edge
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ def check(config: TrainConfig, hydra_folder: Path) -> tuple[Path, TrainConfig]:
     check_data(config.data)
     check_trackers(config.trackers)
     check_target(config.target)
+    choose_edge(config.wire.edge, torch.cuda.is_available())
     # Its own is a semaphore of the system, which a process that ends at once would leave behind.
     tqdm.set_lock(threading.RLock())
     return Path(config.output_dir) if config.output_dir else hydra_folder, adopt_shape(config)

@@ -174,7 +174,7 @@ def test_under_torchrun_every_edge_is_measured(tiny_target: Path) -> None:
     result = start(tiny_target, *torchrun, "-m", "dflash_mp.doctor")
     assert result.returncode == 0, result.stderr[-2000:]
     for target in (0, 1):
-        assert result.stdout.count(f"target{target} > drafter0 gloo, ") == 1
+        assert result.stdout.count(f"target{target} > drafter0 shm, ") == 1
     assert result.stdout.splitlines()[-1].startswith("no problems")
 
 
@@ -184,4 +184,4 @@ def test_a_problem_ends_all_ranks_with_one_line_and_exit_code_two(tiny_target: P
     result = start(tiny_target, *command, "data.train=/nowhere")
     assert result.returncode == 2
     assert result.stderr == "dflash_mp: 1 problem(s): data\n"
-    assert result.stdout.count("target0 > drafter0 gloo, ") == 1
+    assert result.stdout.count("target0 > drafter0 shm, ") == 1

@@ -38,12 +38,12 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert not different
 
 
-def test_weights_are_bit_equal_for_any_targets_slots_launcher_and_delay(
+def test_weights_are_bit_equal_for_any_targets_slots_edge_launcher_and_delay(
     launch: Launch, reference: dict[str, Tensor], tmp_path: Path
 ) -> None:
     slow = Path(__file__).parent / "slow_target.py"
     jobs = {
-        "2+1, one slot": {"ranks": 3, "overrides": ["wire.slots=1"]},
+        "2+1, one slot, gloo": {"ranks": 3, "overrides": ["wire.slots=1", "wire.edge=gloo"]},
         "3+1": {"ranks": 4, "overrides": ["topology.targets=3"]},
         "2+1, torchrun": {"ranks": 3, "overrides": [], "spawn": False},
         "2+1, delayed at random": {"ranks": 3, "overrides": [], "script": slow},

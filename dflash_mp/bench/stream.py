@@ -3,7 +3,8 @@
     python -m dflash_mp.bench.stream full
 
 Stages sleep instead of computing, so that they do not fight for cores; bytes, processes, store and
-edges are real. Forms: quick (to see that it works) and full (2 minutes).
+edges are real; everything is measured with gloo and with shared memory. Forms: quick (to see that
+it works) and full (4 minutes).
 """
 
 import argparse
@@ -21,6 +22,7 @@ from dflash_mp.bench.machine import RESULTS, write_result
 MIB = 2**20
 FRAME = 6 * MIB
 """A frame of the default run's size: 1024 tokens, five tapped layers of 576, bf16."""
+EDGES = ("gloo", "shm")
 WINDOWS = (1, 2, 3, 4)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TARGETS = (1, 2, 4, 8)
@@ -37,25 +39,22 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("result", type=Path, nargs="?", help="default: results/stream-<form>.json")
     parsed = parser.parse_args(arguments)
     form = parsed.form
-    if form == "quick":
-        found = {
-            "windows": windows(1, 1, (0.01, 0.01), MIB, frames=16, slots=(3,)),
-            "sizes": sizes((1,)),
-            "targets": [],
-        }
-    else:
-        found = {
-            "windows": windows(2, 1, (0.1, 0.05), FRAME, frames=100)
-            + windows(5, 3, (0.25, 0.15), FRAME, frames=60),
-            "sizes": sizes(SIZES),
-            "targets": targets(TARGETS),
-        }
+    found: dict[str, list[dict[str, Any]]] = {"windows": [], "sizes": [], "targets": []}
+    for edge in EDGES:
+        if form == "quick":
+            found["windows"] += windows(edge, (1, 1), (0.01, 0.01), MIB, frames=16, slots=(3,))
+            found["sizes"] += sizes(edge, (1,))
+        else:
+            found["windows"] += windows(edge, (2, 1), (0.1, 0.05), FRAME, frames=100)
+            found["windows"] += windows(edge, (5, 3), (0.25, 0.15), FRAME, frames=60)
+            found["sizes"] += sizes(edge, SIZES)
+            found["targets"] += targets(edge, TARGETS)
     write_result(parsed.result or RESULTS / f"stream-{form}.json", {"form": form, **found})
 
 
 def windows(
-    targets: int,
-    drafters: int,
+    edge: str,
+    ranks: tuple[int, int],
     pauses: tuple[float, float],
     nbytes: int,
     frames: int,
@@ -64,8 +63,8 @@ def windows(
     """Efficiency for each W: the stream's rate by that of the slower side alone.
 
     Args:
-        targets: target processes.
-        drafters: drafter processes.
+        edge: what carries the frames, as ``wire.edge`` names it.
+        ranks: target and drafter processes.
         pauses: seconds of a frame in a target and in a drafter.
         nbytes: of a frame.
         frames: of each drafter.
@@ -82,17 +81,18 @@ def windows(
         }
         for w in slots
     ]
-    rows = []
-    for trial in run(targets, drafters, trials):
-        ranks = trial.pop("ranks")
+    (targets, drafters), rows = ranks, []
+    for trial in run(edge, targets, drafters, trials):
+        found = trial.pop("ranks")
         alone = [
-            sum(rank["alone"] for rank in ranks if rank["role"] == role)
+            sum(rank["alone"] for rank in found if rank["role"] == role)
             for role in ("target", "drafter")
         ]
-        rate = sum(rank.get("rate", 0.0) for rank in ranks)
+        rate = sum(rank.get("rate", 0.0) for rank in found)
         rows.append(
             trial
             | {
+                "edge": edge,
                 "targets": targets,
                 "drafters": drafters,
                 "alone_frames_per_s": [round(value, 2) for value in alone],
@@ -101,26 +101,27 @@ def windows(
             }
         )
         say(
-            f"{targets}+{drafters} processes, W = {trial['slots']}: {rate:.2f} frames/s, targets "
-            f"alone {alone[0]:.2f}, drafters alone {alone[1]:.2f}: "
+            f"{edge}, {targets}+{drafters} processes, W = {trial['slots']}: {rate:.2f} frames/s, "
+            f"targets alone {alone[0]:.2f}, drafters alone {alone[1]:.2f}: "
             f"efficiency {rate / min(alone):.3f}"
         )
     return rows
 
 
-def sizes(mebibytes: tuple[int, ...]) -> list[dict[str, Any]]:
+def sizes(edge: str, mebibytes: tuple[int, ...]) -> list[dict[str, Any]]:
     """Cost by size of a frame, between one target and one drafter that do nothing else."""
     trials: list[dict[str, Any]] = []
     for size in mebibytes:
         frames = max(24, 256 // size)
         trials.append({"kind": "edge", "nbytes": size * MIB, "frames": max(6, frames // 4)})
         trials.append(flood(size * MIB, frames))
-    found = run(1, 1, trials)
+    found = run(edge, 1, 1, trials)
     rows = []
-    for edge, stream in zip(found[::2], found[1::2], strict=True):
-        ends = edge["ranks"]
+    for raw, stream in zip(found[::2], found[1::2], strict=True):
+        ends = raw["ranks"]
         row = {
-            "nbytes": edge["nbytes"],
+            "edge": edge,
+            "nbytes": raw["nbytes"],
             "edge_gb_per_s": round(min(end["bytes_per_s"] for end in ends) / 1e9, 3),
             "memcpy_gb_per_s": round(
                 statistics.mean(end["copied_bytes_per_s"] for end in ends) / 1e9, 3
@@ -129,22 +130,22 @@ def sizes(mebibytes: tuple[int, ...]) -> list[dict[str, Any]]:
         }
         rows.append(row)
         say(
-            f"frames of {row['nbytes'] / MIB:.0f} MiB: edge {row['edge_gb_per_s']} GB/s, memcpy "
-            f"{row['memcpy_gb_per_s']} GB/s, stream {row['stream_gb_per_s']} GB/s, "
+            f"{edge}, frames of {raw['nbytes'] / MIB:.0f} MiB: edge {row['edge_gb_per_s']} GB/s, "
+            f"memcpy {row['memcpy_gb_per_s']} GB/s, stream {row['stream_gb_per_s']} GB/s, "
             f"{row['cpu_s_per_gb']} CPU-s a GB"
         )
     return rows
 
 
-def targets(counts: tuple[int, ...]) -> list[dict[str, Any]]:
+def targets(edge: str, counts: tuple[int, ...]) -> list[dict[str, Any]]:
     """Cost by number of targets that serve one drafter, none of which does anything else."""
     rows = []
     for count in counts:
-        (stream,) = run(count, 1, [flood(FRAME, 100)])
-        row = {"targets": count, "nbytes": FRAME, **cost(stream)}
+        (stream,) = run(edge, count, 1, [flood(FRAME, 100)])
+        row = {"edge": edge, "targets": count, "nbytes": FRAME, **cost(stream)}
         rows.append(row)
         say(
-            f"{count} targets: stream {row['stream_gb_per_s']} GB/s, "
+            f"{edge}, {count} targets: stream {row['stream_gb_per_s']} GB/s, "
             f"{row['cpu_s_per_gb']} CPU-s a GB"
         )
     return rows
@@ -173,11 +174,14 @@ def cost(stream: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def run(targets: int, drafters: int, trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def run(
+    edge: str, targets: int, drafters: int, trials: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """All trials in one set of processes; each comes back with ``ranks``, what every rank found."""
     with tempfile.TemporaryDirectory() as name:
         setting, results = Path(name) / "trials.json", Path(name) / "results.json"
-        setting.write_text(json.dumps({"targets": targets, "drafters": drafters, "trials": trials}))
+        asked = {"edge": edge, "targets": targets, "drafters": drafters, "trials": trials}
+        setting.write_text(json.dumps(asked))
         subprocess.run(
             [
                 *(sys.executable, "-m", "launch.spawn", "--nproc", str(targets + drafters)),

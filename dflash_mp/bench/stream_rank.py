@@ -23,11 +23,12 @@ from dflash_mp.cast import (
     place_from_environment,
 )
 from dflash_mp.config import TopologyConfig
+from dflash_mp.wire.connect import open_edges
 from dflash_mp.wire.edge import Edge
 from dflash_mp.wire.frame import Layout
 from dflash_mp.wire.plan import Plan
 from dflash_mp.wire.receiver import Receiver
-from dflash_mp.wire.stream import Sender, open_edges
+from dflash_mp.wire.stream import Sender
 
 TIMEOUT = timedelta(seconds=120)
 TOKENS = 1024
@@ -43,7 +44,9 @@ def main(trials_path: Path, results_path: Path) -> None:
     mine = place_from_environment(TopologyConfig(setting["targets"], setting["drafters"], False))
     launcher = launcher_store("bench")
     store = launcher.this_attempt()
-    edges = open_edges(Cast(mine, torch.device("cpu"), store, launcher), TIMEOUT)
+    cast = Cast(mine, torch.device("cpu"), store, launcher)
+    room = max(trial.get("slots", 1) * layout(trial).nbytes for trial in setting["trials"])
+    edges = open_edges(cast, setting["edge"], room, TIMEOUT)
     found = []
     for number, trial in enumerate(setting["trials"]):
         inside = dist.PrefixStore(f"trial/{number}", store)
@@ -59,6 +62,11 @@ def main(trials_path: Path, results_path: Path) -> None:
     if mine.is_main:
         results_path.write_text(json.dumps(found))
     launcher.this_attempt().set(f"bye/{mine.rank}", "")
+
+
+def layout(trial: dict[str, Any]) -> Layout:
+    """Frames whose hidden states have the trial's size."""
+    return Layout(TOKENS, trial["nbytes"] // (2 * TOKENS), 0, torch.bfloat16)
 
 
 def meet(cast: Cast, where: str) -> None:
@@ -84,9 +92,8 @@ def stages(cast: Cast, edges: dict[int, Edge], trial: dict[str, Any]) -> dict[st
     plan = Plan(
         heldout=0, training=trial["frames"] * drafters, per_step=drafters, drafters=drafters
     )
-    layout = Layout(TOKENS, trial["nbytes"] // (2 * TOKENS), 0, torch.bfloat16)
     end = Sender if is_target else Receiver
-    stream: Any = end(cast, plan, layout, trial["slots"], edges, TIMEOUT)
+    stream: Any = end(cast, plan, layout(trial), trial["slots"], edges, TIMEOUT)
     meet(cast, "stream")
     before = time.process_time()
     if is_target:
@@ -122,8 +129,8 @@ def raw_edge(cast: Cast, edges: dict[int, Edge], trial: dict[str, Any]) -> dict[
     """
     place = cast.place
     meet(cast, "edge")
-    payload = torch.ones(trial["nbytes"], dtype=torch.uint8)
-    copy = torch.zeros_like(payload)
+    (payload,) = edges[0].buffers(trial["nbytes"], 1)
+    copy = torch.ones_like(payload)
     is_target = place.role == TARGET
     move = edges[0].put if is_target else edges[0].land
     move(payload)

@@ -144,9 +144,10 @@ def step_table(group: list[Row]) -> list[str]:
 
 
 def stream_tables(stream: Row) -> list[str]:
-    """Efficiency by W, and cost by size and by number of targets."""
+    """Efficiency by W, and cost by size and by number of targets, for each edge."""
     windows = [
         [
+            row["edge"],
             f"{row['targets']}+{row['drafters']}",
             str(row["slots"]),
             " / ".join(f"{value:.2f}" for value in row["alone_frames_per_s"]),
@@ -157,6 +158,7 @@ def stream_tables(stream: Row) -> list[str]:
     ]
     sizes = [
         [
+            row["edge"],
             f"{row['nbytes'] / MIB:.0f} MiB",
             *(
                 f"{row[key]:.2f}"
@@ -166,13 +168,18 @@ def stream_tables(stream: Row) -> list[str]:
         for row in stream["sizes"]
     ]
     counts = [
-        [str(row["targets"]), f"{row['stream_gb_per_s']:.2f}", f"{row['cpu_s_per_gb']:.2f}"]
+        [
+            row["edge"],
+            str(row["targets"]),
+            *(f"{row[key]:.2f}" for key in ("stream_gb_per_s", "cpu_s_per_gb")),
+        ]
         for row in stream["targets"]
     ]
+    alone = "targets / drafters alone"
     return [
-        *table(["processes", "W", "targets / drafters alone", "frames/s", "efficiency"], windows),
-        *table(["frame", "memcpy GB/s", "edge GB/s", "stream GB/s", "CPU-s a GB"], sizes),
-        *table(["targets of one drafter", "stream GB/s", "CPU-s a GB"], counts),
+        *table(["edge", "processes", "W", alone, "frames/s", "efficiency"], windows),
+        *table(["edge", "frame", "memcpy GB/s", "edge GB/s", "stream GB/s", "CPU-s a GB"], sizes),
+        *table(["edge", "targets of one drafter", "stream GB/s", "CPU-s a GB"], counts),
         f"![What a byte costs by size of its frame and by number of targets]({PLOT})",
         "",
     ]
@@ -204,18 +211,22 @@ def plot(stream: Row, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), sharey=True)
-    left.semilogx(
-        [row["nbytes"] / MIB for row in stream["sizes"]],
-        [row["cpu_s_per_gb"] for row in stream["sizes"]],
-        "o-",
-        base=2,
-    )
+    for edge in dict.fromkeys(row["edge"] for row in stream["sizes"]):
+        sizes, counts = (
+            [row for row in stream[part] if row["edge"] == edge] for part in ("sizes", "targets")
+        )
+        left.plot(
+            [row["nbytes"] / MIB for row in sizes],
+            [row["cpu_s_per_gb"] for row in sizes],
+            "o-",
+            label=edge,
+        )
+        right.plot(
+            [row["targets"] for row in counts], [row["cpu_s_per_gb"] for row in counts], "o-"
+        )
+    left.set_xscale("log", base=2)
+    left.legend()
     left.set(xlabel="MiB of a frame", ylabel="CPU-s a GB, all processes", ylim=(0, None))
-    right.plot(
-        [row["targets"] for row in stream["targets"]],
-        [row["cpu_s_per_gb"] for row in stream["targets"]],
-        "o-",
-    )
     right.set(xlabel="targets of one drafter")
     for axes in (left, right):
         axes.grid(alpha=0.3)

@@ -6,10 +6,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dflash_mp.cast import DRAFTER, TARGET, Cast, Place
+from dflash_mp.cast import DRAFTER, TARGET, Cast
 from dflash_mp.checkup.finding import OK, WARNING, Finding, enough
+from dflash_mp.wire.connect import node_edges, open_edges
 from dflash_mp.wire.edge import Edge
-from dflash_mp.wire.stream import open_edges
 
 GB = 1e9
 PAYLOAD_BYTES = 64 << 20
@@ -19,14 +19,17 @@ SLOW_GPU_EDGE = 2e9
 CONNECT = timedelta(seconds=30)
 
 
-def measure_edges(cast: Cast) -> list[Finding]:
+def measure_edges(cast: Cast, asked: str) -> list[Finding]:
     """Bandwidth of each edge of this rank, one edge of the node at a time; drafters report.
 
     Participants: all ranks of the node.
+
+    Args:
+        cast: this rank.
+        asked: ``wire.edge``.
     """
-    payload = torch.zeros(PAYLOAD_BYTES, dtype=torch.uint8, device=cast.device)
     findings, before = [], ""
-    edges = open_edges(cast, CONNECT)
+    edges = open_edges(cast, asked, PAYLOAD_BYTES, CONNECT)
     for target, drafter in node_edges(cast.place):
         key = f"measured/{target}-{drafter}"
         is_target = cast.place.role == TARGET
@@ -34,9 +37,9 @@ def measure_edges(cast: Cast) -> list[Finding]:
             if before:
                 cast.store.wait([before], CONNECT * len(edges))
             if is_target:
-                send(edges[drafter], payload)
+                send(edges[drafter])
             else:
-                findings.append(judged(target, cast.place, receive(edges[target], payload)))
+                findings.append(judged(edges[target], f"target{target} > {cast.place.name}"))
                 cast.store.set(key, "")
         before = key
     for edge in edges.values():
@@ -44,37 +47,27 @@ def measure_edges(cast: Cast) -> list[Finding]:
     return findings
 
 
-def node_edges(place: Place) -> list[tuple[int, int]]:
-    """The role ranks ``(target, drafter)`` of this node's edges, in the order of ``open_edges``."""
-    first_target = place.node * place.targets_per_node
-    first_drafter = place.node * place.drafters_per_node
-    return [
-        (first_target + target, first_drafter + drafter)
-        for target in range(place.targets_per_node)
-        for drafter in range(place.drafters_per_node)
-    ]
-
-
-def judged(target: int, place: Place, seconds: float) -> Finding:
-    """The finding for an edge to the drafter at ``place`` that takes ``seconds`` a payload."""
-    rate = PAYLOAD_BYTES / seconds
-    on_gpu = torch.cuda.is_available()
+def judged(edge: Edge, name: str) -> Finding:
+    """The finding for this drafter's end of an edge; the target's calls ``send``."""
+    rate = PAYLOAD_BYTES / receive(edge)
     return enough(
-        f"target{target} > {place.name}",
-        f"{'nccl' if on_gpu else 'gloo'}, {rate / GB:.1f} GB/s alone",
-        WARNING if on_gpu and rate < SLOW_GPU_EDGE else OK,
+        name,
+        f"{edge.kind}, {rate / GB:.1f} GB/s alone",
+        WARNING if edge.kind == "nccl" and rate < SLOW_GPU_EDGE else OK,
         "NCCL may be using sockets: NCCL_DEBUG=INFO says why",
     )
 
 
-def send(edge: Edge, payload: torch.Tensor) -> None:
+def send(edge: Edge) -> None:
     """The other end of ``receive``."""
+    (payload,) = edge.buffers(PAYLOAD_BYTES, 1)
     for _ in range(REPEATS + 1):
         edge.put(payload)
 
 
-def receive(edge: Edge, payload: torch.Tensor) -> float:
+def receive(edge: Edge) -> float:
     """Seconds that one payload takes, behind a first one that is not counted."""
+    (payload,) = edge.buffers(PAYLOAD_BYTES, 1)
     edge.land(payload)
     begin = time.perf_counter()
     for _ in range(REPEATS):

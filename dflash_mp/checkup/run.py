@@ -14,6 +14,7 @@ from dflash_mp.drafter.model import DFlashDraftModel
 from dflash_mp.job import drafter_config
 from dflash_mp.published import adopt_shape
 from dflash_mp.target.model import load_config, load_tokenizer
+from dflash_mp.wire.connect import choose_edge
 
 STATE_BYTES = 12
 """Of a parameter in a checkpoint: itself and two moments of AdamW, in float32."""
@@ -21,7 +22,7 @@ STATE_BYTES = 12
 
 def check_run(config: TrainConfig, ranks_per_node: int, nodes: int) -> tuple[list[Finding], float]:
     """All findings about the run, and the bytes its checkpoints will take (0 if unknown)."""
-    findings = [roles(config, ranks_per_node, nodes)]
+    findings = [roles(config, ranks_per_node, nodes), edge(config)]
     if config.data.train is not None:
         findings.append(data_files(config))
     try:
@@ -66,6 +67,15 @@ def roles(config: TrainConfig, ranks_per_node: int, nodes: int) -> Finding:
         OK if per_step % total == 0 else WARNING,
         f"some drafters idle: make micro_batches_per_step a multiple of {total}",
     )
+
+
+def edge(config: TrainConfig) -> Finding:
+    """What would carry frames between the ranks of a node."""
+    try:
+        kind = choose_edge(config.wire.edge, torch.cuda.is_available())
+    except UserError as error:
+        return Finding(PROBLEM, "edge", str(error))
+    return ok("edge", f"wire.edge={config.wire.edge}: frames go over {kind}")
 
 
 def data_files(config: TrainConfig) -> Finding:

@@ -64,7 +64,7 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
     warm_up(learner, job)
 
     sentinel.wait("the edges")
-    edges = means.open_edges(cast, timeout)
+    edges = means.open_edges(cast, job)
     debts = Debts(cast, job.plan, timeout) if config.topology.elastic else None
     receiver = Receiver(cast, job.plan, job.layout, config.wire.slots, edges, timeout, debts)
     frames = watched(iter(receiver), job.plan, cast.place.role_rank, sentinel)

@@ -58,7 +58,7 @@ def run_target(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
     )
     sentinel.wait("the edges")
     cache = open_frame_cache(cast, job, weights_fingerprint(model))
-    edges = means.open_edges(cast, timeout)
+    edges = means.open_edges(cast, job)
     make_sender = ElasticSender if config.topology.elastic else Sender
     sender = make_sender(cast, job.plan, job.layout, config.wire.slots, edges, timeout)
     decode = decode_share(cast, job, model, sentinel)

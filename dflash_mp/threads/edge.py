@@ -14,9 +14,9 @@ class ThreadEdge(Edge):
     ``put`` returns when ``land`` has copied, so the sender's buffer is free as behind gloo's send.
     """
 
+    kind = "threads"
+
     def __init__(self, timeout: timedelta) -> None:
-        # Not the base's: it opens a process group.
-        self.stream = None
         self.timeout = timeout.total_seconds()
         self._offered: queue.Queue[Tensor] = queue.Queue()
         self._taken: queue.Queue[None] = queue.Queue()

@@ -180,7 +180,7 @@ def make_means(casts: list[Cast], job: Job, treatment: Treatment) -> Means:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
-    def open_edges(cast: Cast, _: timedelta) -> dict[int, ThreadEdge]:
+    def open_edges(cast: Cast, _: Job) -> dict[int, ThreadEdge]:
         mine, drafts = cast.place.role_rank, cast.place.role == DRAFTER
         return {
             (target if drafts else drafter): edge

@@ -92,11 +92,7 @@ class Layout:
 
     def allocate(self, device: torch.device) -> Tensor:
         """A zeroed buffer for one frame: ``[nbytes]`` uint8."""
-        buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
-        if buffer.is_cuda:
-            # An edge writes on a stream of its own, which knows nothing of this one.
-            torch.cuda.current_stream(device).synchronize()
-        return buffer
+        return zeroed(self.nbytes, device)
 
     def view(self, buffer: Tensor, number: int) -> FeatureBatch:
         """The FeatureBatch whose tensors are views into ``buffer`` (``[nbytes]`` uint8)."""
@@ -106,6 +102,15 @@ class Layout:
             tensors[field] = buffer[start:end].view(dtype).view(shape)
             start += aligned(end - start)
         return FeatureBatch(number=number, **tensors)
+
+
+def zeroed(nbytes: int, device: torch.device) -> Tensor:
+    """A buffer of zeros that any stream may use: ``[nbytes]`` uint8."""
+    buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    if buffer.is_cuda:
+        # An edge writes on a stream of its own, which knows nothing of this one.
+        torch.cuda.current_stream(device).synchronize()
+    return buffer
 
 
 def size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

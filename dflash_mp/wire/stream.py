@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dflash_mp.cast import TARGET, Cast
-from dflash_mp.wire.edge import DRAFTER_END, TARGET_END, Edge
+from dflash_mp.cast import Cast
+from dflash_mp.wire.edge import Edge
 from dflash_mp.wire.frame import Header, Layout
 from dflash_mp.wire.plan import Frame, Kind, Plan
 
@@ -95,29 +95,6 @@ class Helper:
         if isinstance(item, BaseException):
             raise item
         return item
-
-
-def open_edges(cast: Cast, timeout: timedelta) -> dict[int, Edge]:
-    """Connect this rank with every rank of the other role on its node; keys are role ranks.
-
-    Participants: all ranks of the node. Edges are built and warmed in one global order.
-    """
-    place = cast.place
-    mine = place.role_rank
-    edges = {}
-    store = cast.client()
-    first_target = place.node * place.targets_per_node
-    first_drafter = place.node * place.drafters_per_node
-    for target in range(first_target, first_target + place.targets_per_node):
-        for drafter in range(first_drafter, first_drafter + place.drafters_per_node):
-            is_target = place.role == TARGET
-            if mine != (target if is_target else drafter):
-                continue
-            end = TARGET_END if is_target else DRAFTER_END
-            edge = Edge(target, drafter, end, store, cast.device, timeout)
-            edge.warm()
-            edges[drafter if is_target else target] = edge
-    return edges
 
 
 def recorded(buffer: Tensor) -> torch.cuda.Event | None:

@@ -84,8 +84,9 @@ def test_quick_form_of_the_step_runs(tmp_path: Path):
 def test_quick_form_of_the_stream_runs(tmp_path: Path):
     stream.main(["quick", str(tmp_path / "stream.json")])
     found = json.loads((tmp_path / "stream.json").read_text())
-    (window,) = found["windows"]
-    assert 0 < window["efficiency"] < 2
-    (size,) = found["sizes"]
-    assert min(size["edge_gb_per_s"], size["stream_gb_per_s"], size["memcpy_gb_per_s"]) > 0
+    for part in ("windows", "sizes"):
+        assert [row["edge"] for row in found[part]] == ["gloo", "shm"]
+    for window, size in zip(found["windows"], found["sizes"], strict=True):
+        assert 0 < window["efficiency"] < 2
+        assert min(size["edge_gb_per_s"], size["stream_gb_per_s"], size["memcpy_gb_per_s"]) > 0
     assert tables.stream_tables(found)

@@ -1,4 +1,4 @@
-"""Ranks as threads, with a real store and real gloo edges."""
+"""Ranks as threads, with a real store and real edges."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +17,18 @@ Cluster = Callable[..., list[object]]
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """``cluster(targets, drafters, work)`` runs ``work(cast)`` for every rank; gives results."""
+    """``cluster(targets, drafters, work, edge="shm")`` runs ``work(cast)`` for every rank.
+
+    It returns their results; ``edge`` is for ``open_all``.
+    """
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback())
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def run(targets: int, drafters: int, work: Callable[[Cast], object]) -> list[object]:
+    def run(
+        targets: int, drafters: int, work: Callable[[Cast], object], edge: str = "shm"
+    ) -> list[object]:
         ranks = targets + drafters
+        dist.PrefixStore("test", server).set("kind of edges", edge)
         topology = TopologyConfig(targets, drafters)
 
         def rank(number: int) -> object:

@@ -1,4 +1,4 @@
-"""The stream's invariants, with a real store and real gloo edges; threads stand in for ranks."""
+"""The stream's invariants, with a real store and real edges; threads stand in for ranks."""
 
 import threading
 import time
@@ -10,14 +10,24 @@ import torch
 
 from dflash_mp.cast import Cast
 from dflash_mp.features import FeatureBatch
+from dflash_mp.wire.connect import open_edges
+from dflash_mp.wire.edge import Edge
 from dflash_mp.wire.frame import FrameError, Header, Layout
 from dflash_mp.wire.plan import Frame, Kind, Plan
 from dflash_mp.wire.receiver import Receiver
-from dflash_mp.wire.stream import SENDER_SLOTS, Sender, StreamError, open_edges
+from dflash_mp.wire.stream import SENDER_SLOTS, Sender, StreamError
 
 LAYOUT = Layout(tokens=16, hidden_width=4, final_width=0, dtype=torch.float32)
 TIMEOUT = timedelta(seconds=20)
 Cluster = Callable[..., list[object]]
+
+
+both_edges = pytest.mark.parametrize("edge", ["gloo", "shm"])
+
+
+def open_all(cast: Cast) -> dict[int, Edge]:
+    kind = cast.store.get("kind of edges").decode()
+    return open_edges(cast, kind, 4 * LAYOUT.nbytes, TIMEOUT)
 
 
 def content(frame: Frame) -> float:
@@ -26,7 +36,7 @@ def content(frame: Frame) -> float:
 
 def send_all(cast: Cast, plan: Plan, slots: int, timeout: timedelta = TIMEOUT) -> int:
     """A target: fills every frame it claims with a value that names it."""
-    sender = Sender(cast, plan, LAYOUT, slots, open_edges(cast, TIMEOUT), timeout)
+    sender = Sender(cast, plan, LAYOUT, slots, open_all(cast), timeout)
     sent = 0
     for frame in sender.claims():
         slot = sender.slot()
@@ -40,14 +50,15 @@ def send_all(cast: Cast, plan: Plan, slots: int, timeout: timedelta = TIMEOUT) -
 
 
 def receiver(cast: Cast, plan: Plan, slots: int, timeout: timedelta = TIMEOUT) -> Receiver:
-    return Receiver(cast, plan, LAYOUT, slots, open_edges(cast, TIMEOUT), timeout)
+    return Receiver(cast, plan, LAYOUT, slots, open_all(cast), timeout)
 
 
+@both_edges
 @pytest.mark.parametrize(
     ("targets", "drafters", "slots"), [(1, 1, 1), (2, 1, 3), (3, 2, 1), (2, 3, 2)]
 )
 def test_every_drafter_gets_its_frames_in_order_with_their_content(
-    cluster: Cluster, targets: int, drafters: int, slots: int
+    cluster: Cluster, targets: int, drafters: int, slots: int, edge: str
 ) -> None:
     plan = Plan(heldout=3, training=23, per_step=4, drafters=drafters)
 
@@ -64,7 +75,7 @@ def test_every_drafter_gets_its_frames_in_order_with_their_content(
             received.append(frame)
         return received
 
-    results = cluster(targets, drafters, work)
+    results = cluster(targets, drafters, work, edge)
     assert sum(results[:targets]) == 3 + 23
     for drafter, received in enumerate(results[targets:]):
         assert received == list(plan.received(drafter))
@@ -120,7 +131,7 @@ def test_a_missing_frame_and_a_missing_credit_are_named(cluster: Cluster) -> Non
 
     def silent_target(cast: Cast) -> object:
         if cast.place.role == "target":
-            open_edges(cast, TIMEOUT)
+            open_all(cast)
             return None
         with pytest.raises(StreamError, match=r"drafter0: frame 0 .* within 1 s"):
             next(iter(receiver(cast, plan, 2, short)))
@@ -158,7 +169,7 @@ def test_a_frame_that_is_not_the_planned_one_is_refused_with_both_ends_named(
 
     def work(cast: Cast) -> object:
         if cast.place.role == "target":
-            open_edges(cast, TIMEOUT)
+            open_all(cast)
             wrong = Header(0, 0, 0, Kind.TRAIN.value, number=3, nbytes=LAYOUT.nbytes, checksum=0)
             cast.store.set("ann/0/0", wrong.pack())
             return None
@@ -176,7 +187,7 @@ def test_a_frame_that_cannot_be_made_comes_as_skip_and_is_never_seen(
 
     def work(cast: Cast) -> object:
         if cast.place.role == "target":
-            sender = Sender(cast, plan, LAYOUT, 2, open_edges(cast, TIMEOUT), TIMEOUT)
+            sender = Sender(cast, plan, LAYOUT, 2, open_all(cast), TIMEOUT)
             for frame in sender.claims():
                 slot = sender.slot()
                 batch = LAYOUT.view(slot, frame.number)
@@ -208,7 +219,7 @@ def test_a_payload_that_changed_on_the_way_is_refused_with_both_ends_named(
     plan = Plan(heldout=0, training=3, per_step=1, drafters=1)
 
     def work(cast: Cast) -> str:
-        edges = open_edges(cast, TIMEOUT)
+        edges = open_all(cast)
         if cast.place.role == "target":
             slot = LAYOUT.allocate(torch.device("cpu"))
             header = Header(

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_stream import LAYOUT, TIMEOUT, Cluster, content
+from test_stream import LAYOUT, TIMEOUT, Cluster, content, open_all
 
 from dflash_mp.cast import Cast
 from dflash_mp.wire.plan import Frame, Kind, Plan
 from dflash_mp.wire.receiver import Receiver
-from dflash_mp.wire.stream import Sender, StreamError, open_edges
+from dflash_mp.wire.stream import Sender, StreamError
 from dflash_mp.wire.takeover import Debts, ElasticSender
 
 LOST_AFTER = 3
@@ -25,7 +25,7 @@ def fill(slot: torch.Tensor, frame: Frame) -> None:
 
 def send_all(cast: Cast, plan: Plan) -> int:
     """A target that stays."""
-    sender = ElasticSender(cast, plan, LAYOUT, 2, open_edges(cast, TIMEOUT), TIMEOUT)
+    sender = ElasticSender(cast, plan, LAYOUT, 2, open_all(cast), TIMEOUT)
     sent = 0
     for frame in sender.claims():
         fill(sender.slot(), frame)
@@ -46,7 +46,7 @@ def claimed(cast: Cast, plan: Plan, sender: Sender) -> Iterator[Frame]:
 
 def get_lost(cast: Cast, plan: Plan, how: str) -> None:
     """A target that is killed in its fourth frame, and what its launcher says of that."""
-    edges = open_edges(cast, TIMEOUT)
+    edges = open_all(cast)
     sender = ElasticSender(cast, plan, LAYOUT, 2, edges, TIMEOUT)
     frames = claimed(cast, plan, sender)
     for _ in range(LOST_AFTER):
@@ -73,7 +73,7 @@ def get_lost(cast: Cast, plan: Plan, how: str) -> None:
 
 def receive_all(cast: Cast, plan: Plan) -> list[Frame]:
     debts = Debts(cast, plan, TIMEOUT)
-    edges = open_edges(cast, TIMEOUT)
+    edges = open_all(cast)
     received = []
     for frame, batch in Receiver(cast, plan, LAYOUT, 2, edges, TIMEOUT, debts):
         if frame.kind is not Kind.PAD:
@@ -82,12 +82,23 @@ def receive_all(cast: Cast, plan: Plan) -> list[Frame]:
     return received
 
 
-@pytest.mark.parametrize("how", ["claimed", "announced", "unsigned"])
-@pytest.mark.parametrize("drafters", [1, 2])
+@pytest.mark.parametrize(
+    ("how", "drafters", "edge"),
+    [
+        ("claimed", 1, "shm"),
+        ("claimed", 2, "shm"),
+        ("announced", 1, "gloo"),
+        ("announced", 1, "shm"),
+        ("announced", 2, "shm"),
+        ("unsigned", 1, "shm"),
+        ("unsigned", 2, "gloo"),
+    ],
+)
 def test_every_frame_comes_once_though_a_target_is_lost(
     cluster: Cluster,
     how: str,
     drafters: int,
+    edge: str,
 ) -> None:
     plan = Plan(heldout=2, training=21, per_step=2, drafters=drafters)
 
@@ -96,7 +107,7 @@ def test_every_frame_comes_once_though_a_target_is_lost(
             return get_lost(cast, plan, how)
         return send_all(cast, plan) if cast.place.rank == 0 else receive_all(cast, plan)
 
-    sent, _, *received = cluster(2, drafters, work)
+    sent, _, *received = cluster(2, drafters, work, edge)
     for drafter, frames in enumerate(received):
         assert frames == list(plan.received(drafter))
     # The fourth frame of the lost one was made again.
@@ -108,7 +119,7 @@ def test_without_any_target_the_frame_is_named(cluster: Cluster) -> None:
 
     def work(cast: Cast) -> object:
         if cast.place.rank < 2:
-            open_edges(cast, TIMEOUT)
+            open_all(cast)
             for key in (f"lost/{cast.place.rank}", "own/0/0", "lost"):
                 cast.store.set(key, "0")
             # Nobody makes it again, whoever takes the request.
