@@ -102,6 +102,29 @@ def test_a_lost_frame_ends_the_job_with_an_error_that_names_it(
     assert "did not come within 3 s" in result.stderr
 
 
+def assert_counters_are_there(folder: Path) -> None:
+    """Where time went, bytes and FLOPs of the run below, whose steps are logged one by one."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "perf/steps_per_s" in row]
+    drafter = {"drafter_train", "drafter_wait", "drafter_receive"}
+    target = {"target_forward", "target_wait", "target_credit_wait", "target_send", "target_decode"}
+    # The targets may be done before the drafter has logged its last steps.
+    told = [row for row in steps if "perf/target_mfu" in row]
+    for names, where in ((drafter, steps), (target, told)):
+        assert where
+        assert all(row[f"perf/{name}"] >= 0 for row in where for name in names)
+    # On a CPU a share of what a plain product makes.
+    assert all(0 < row["perf/drafter_mfu"] < 1 for row in steps)
+    assert all(0 < row["perf/target_mfu"] < 1 for row in told)
+    assert all(row["perf/target_flop_per_s"] > row["perf/target_mfu"] for row in told)
+    # 64 tokens of two hidden states of 32 float32, three int32 and a byte; some of the frames of
+    # the four steps had come before the first began.
+    frame = 64 * 2 * 32 * 4 + 4 * 256
+    frames = sum(row["perf/wire_bytes_per_s"] / row["perf/steps_per_s"] for row in steps) / frame
+    assert frames == pytest.approx(round(frames))
+    assert 1 <= round(frames) <= 8
+
+
 def test_a_run_leaves_what_it_promises(launch: Launch, tmp_path: Path) -> None:
     result = launch(
         3, "evaluate.decode_prompts=3", "evaluate.decode_interval=2", "trackers=[tensorboard]"
@@ -136,6 +159,7 @@ def test_a_run_leaves_what_it_promises(launch: Launch, tmp_path: Path) -> None:
     walked = json.loads((folder / "heldout.json").read_text())
     assert walked["step"] == 4
     assert sum(walked["histogram"]) == walked["cycles"] > 0
+    assert_counters_are_there(folder)
     for word in ("acceptance length after training", "checkpoints", "export", "plots", "report"):
         assert word in result.stdout
     again = launch(3, spawn=True)

@@ -31,7 +31,7 @@ class BatchLoss:
     """Scalar: sum over supervised slots of weight times objective, with its graph."""
 
     counts: Tensor
-    """``[5]`` float64, detached: loss, weight, correct slots, supervised slots, tokens."""
+    """``[6]`` float64, detached: loss, weight, correct slots, supervised slots, tokens, blocks."""
 
 
 def decay_gamma(loss: LossConfig, block_size: int) -> float | None:
@@ -99,7 +99,8 @@ def blocks_loss(
         objective,
     )
     tokens = (batch.document_ids >= 0).sum(dtype=torch.float64)
-    return BatchLoss(value, torch.cat([counts, tokens[None]]))
+    there = torch.stack([tokens, blocks.valid.sum(dtype=torch.float64)])
+    return BatchLoss(value, torch.cat([counts, there]))
 
 
 def weighted_sum(

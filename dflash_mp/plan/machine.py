@@ -17,10 +17,20 @@ from dflash_mp.plan.work import (
 )
 
 MEASURE_S = 0.3
+PEAK_MEASURE_S = 0.05
 PRODUCT_ROWS = 512
 ATTENTION_KEYS = 512
 REUSED_ELEMENTS = 1 << 22
 FRESH_ELEMENTS = 1 << 24
+
+PEAKS = {
+    "NVIDIA A100-SXM4-40GB": (312e12, 19.5e12),
+    "NVIDIA A100-SXM4-80GB": (312e12, 19.5e12),
+    "NVIDIA H100 80GB HBM3": (989e12, 67e12),
+    "NVIDIA H200": (989e12, 67e12),
+    "NVIDIA B200": (2250e12, 80e12),
+}
+"""FLOP/s in bfloat16 (dense) and in float32 without TF32, from NVIDIA's data sheets."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +122,20 @@ def make_speed(gpu: GpuConfig, sample: Sample) -> Speed:
     )
 
 
-def product_rate(sample: Sample) -> float:
+def peak_rate(device: torch.device, dtype: torch.dtype, hidden: int, inner: int) -> float | None:
+    """The most FLOP/s that a rank could make: what MFU is a share of.
+
+    A GPU's is stated in its data sheet; None for one that is not in ``PEAKS``. A CPU's is that of
+    plain products of the model's sizes, measured here in a moment, for all threads of this process.
+    """
+    if device.type == "cuda":
+        stated = PEAKS.get(torch.cuda.get_device_name(device))
+        return None if stated is None else stated[dtype == torch.float32]
+    sample = Sample(dtype, hidden, inner, head_size=1, learns=False)
+    return product_rate(sample, PEAK_MEASURE_S) * torch.get_num_threads()
+
+
+def product_rate(sample: Sample, measure_s: float = MEASURE_S) -> float:
     """FLOP/s of an MLP's two products, ``[512, hidden]`` to ``[512, inner]`` and back."""
     rows = torch.randn(PRODUCT_ROWS, sample.hidden).to(sample.dtype)
     up, down = torch.randn(2, sample.inner * sample.hidden).to(sample.dtype)
@@ -125,7 +148,7 @@ def product_rate(sample: Sample) -> float:
             torch.autograd.grad(out, tensors, out.detach())
 
     products = PASSES_LEARNING if sample.learns else 1
-    return products * 2.0 * 2 * PRODUCT_ROWS * up.numel() / fastest(multiply)
+    return products * 2.0 * 2 * PRODUCT_ROWS * up.numel() / fastest(multiply, measure_s)
 
 
 def attention_rate(sample: Sample) -> float:
@@ -163,11 +186,11 @@ def stream_rate() -> float:
     return 3 * one.nbytes / fastest(lambda: one.add_(other))
 
 
-def fastest(work: Callable[[], object]) -> float:
-    """CPU seconds of the fastest of the runs that fit into ``MEASURE_S``, at least three."""
+def fastest(work: Callable[[], object], measure_s: float = MEASURE_S) -> float:
+    """CPU seconds of the fastest of the runs that fit into ``measure_s``, at least three."""
     work()
     times: list[float] = []
-    while len(times) < 3 or sum(times) < MEASURE_S:
+    while len(times) < 3 or sum(times) < measure_s:
         begun = time.process_time()
         work()
         times.append(time.process_time() - begun)

@@ -24,6 +24,7 @@ CURVES = {
     "Learning rate": {"learning rate": "train/lr"},
     "Gradient norm": {"gradient norm": "train/grad_norm"},
     "Tokens per second": {"tokens per second": "perf/tokens_per_s"},
+    "Share of peak FLOP/s (MFU)": {"drafters": "perf/drafter_mfu", "targets": "perf/target_mfu"},
 }
 TIMES = {
     "targets": {

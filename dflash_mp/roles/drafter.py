@@ -8,6 +8,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 from dflash_mp import checkpoint
@@ -22,13 +23,14 @@ from dflash_mp.export_folder import write_export
 from dflash_mp.features import FeatureBatch
 from dflash_mp.job import Job
 from dflash_mp.metrics import BlockCounts, empty_counts, unpack_counts
+from dflash_mp.plan.machine import peak_rate
 from dflash_mp.resume import CHECKPOINTS, refuse_other_target
 from dflash_mp.roles.decoding import Decoding
 from dflash_mp.roles.live_report import LiveReport
 from dflash_mp.roles.means import Means
 from dflash_mp.roles.meter import Meter
 from dflash_mp.roles.results import export_facts, write_results
-from dflash_mp.roles.setup import frozen_head, make_learner, untrained
+from dflash_mp.roles.setup import frozen_head, head_dtype, make_learner, untrained
 from dflash_mp.roles.step import due, kept, take, train_step, warm_up, watched
 from dflash_mp.roles.target import TARGET_FINGERPRINT
 from dflash_mp.sentinel import Sentinel
@@ -70,7 +72,7 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
     frames = watched(iter(receiver), job.plan, cast.place.role_rank, sentinel)
     heldout = [kept(batch) for _, batch in take(frames, job.plan.heldout_frames)]
 
-    meter = make_meter(cast, job, receiver)
+    meter = make_meter(cast, job, receiver, head_dtype(accelerator))
     vote, page = means.make_vote(sentinel), LiveReport(job.folder, cast.place.is_main)
     if cast.place.is_main:
         sentinel.training(True)
@@ -91,7 +93,7 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
             meter.acceptance = values["eval/acceptance_length"]
         # Once in a while, the main drafter: log, save, ask the targets to decode.
         if due(step, config.log_interval, last):
-            values |= meter.values(accelerator, learner.schedule)
+            values |= meter.values(learner.schedule)
             if line := meter.split_advice():
                 tracker.write(line)
         if values:
@@ -115,9 +117,14 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
         edge.close()
 
 
-def make_meter(cast: Cast, job: Job, receiver: Receiver) -> Meter:
-    """A meter that goes on with what an earlier process had counted."""
-    meter = Meter(cast, job, receiver)
+def make_meter(cast: Cast, job: Job, receiver: Receiver, dtype: torch.dtype) -> Meter:
+    """A meter that goes on with what an earlier process had counted.
+
+    ``dtype`` is that of matrix products.
+    """
+    shape = job.drafter_config
+    peak = peak_rate(cast.device, dtype, shape.hidden_size, shape.intermediate_size)
+    meter = Meter(cast, job, receiver, peak)
     if job.start.checkpoint is not None:
         meter.restore(checkpoint.read_state(job.start.checkpoint)["meter"])
     return meter

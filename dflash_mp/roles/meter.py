@@ -7,14 +7,23 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from dflash_mp.cast import Cast
 from dflash_mp.job import Job
 from dflash_mp.plan.split import advice
+from dflash_mp.roles.flops import Trained, drafter_flops, mean_document
 from dflash_mp.wire.receiver import Receiver
+
+SHARES = {
+    "target_wait": "send_wait",
+    "target_forward": "forward",
+    "target_decode": "decode",
+    "target_credit_wait": "credit_wait",
+    "target_send": "send",
+}
+"""What is logged of the labels of a target's clock."""
 
 
 class DivergedError(Exception):
@@ -24,17 +33,19 @@ class DivergedError(Exception):
 class Meter:
     """Adds up the counts of steps between two log lines, without waiting for the device."""
 
-    def __init__(self, cast: Cast, job: Job, receiver: Receiver) -> None:
+    def __init__(self, cast: Cast, job: Job, receiver: Receiver, peak: float | None) -> None:
         self.store = cast.store
         self.place = cast.place
         self.targets = range(cast.place.targets_per_node)
         self.main = cast.place.is_main
         self.per_step = job.config.micro_batches_per_step
         self.receiver = receiver
-        self.counts = torch.zeros(7, dtype=torch.float64, device=cast.device)
+        self.job, self.peak = job, peak
+        self.document = mean_document(job)
+        self.counts = torch.zeros(8, dtype=torch.float64, device=cast.device)
         self.steps = 0
         self.since = time.perf_counter()
-        self.waited = self._waited()
+        self.wire = self._wire()
         self.training = 0.0
         self.clocks: dict[str, float] = {}
         self.latest: dict[str, float] = {}
@@ -42,7 +53,7 @@ class Meter:
         self.acceptance: float | None = None
 
     def add(self, step: Callable[[], Tensor]) -> None:
-        """Do a step and add its time and its ``[7]`` counts (see ``train_step``)."""
+        """Do a step and add its time and its ``[8]`` counts (see ``train_step``)."""
         begun = time.perf_counter()
         self.counts += step()
         self.steps += 1
@@ -71,11 +82,13 @@ class Meter:
         self.counts += torch.tensor(state["counts"], dtype=torch.float64, device=self.counts.device)
         self.steps = int(state["steps"])
 
-    def values(self, accelerator: Accelerator, schedule: LambdaLR) -> dict[str, float]:
+    def values(self, schedule: LambdaLR) -> dict[str, float]:
         """Means since the last call; waits for the device."""
-        loss, weight, correct, supervised, tokens, skipped, norm = self.finite_counts()
-        now, waited = time.perf_counter(), self._waited()
+        loss, weight, correct, supervised, tokens, blocks, skipped, norm = self.finite_counts()
+        now, wire = time.perf_counter(), self._wire()
         seconds = now - self.since
+        passed = {name: (value - self.wire[name]) / seconds for name, value in wire.items()}
+        trained = Trained(self.steps * self.per_step, tokens, blocks, supervised)
         # Start-up is over when the first step is: what is before it counts nowhere.
         self.latest = {
             "train/loss": loss / max(weight, 1e-12),
@@ -86,12 +99,15 @@ class Meter:
             "perf/tokens_per_s": tokens / seconds,
             "perf/supervised_per_s": supervised / seconds,
             "perf/steps_per_s": self.steps / seconds,
-            "perf/drafter_wait": (waited - self.waited) / seconds,
-            "perf/drafter_train": (self.training - (waited - self.waited)) / seconds,
+            "perf/wire_bytes_per_s": passed["bytes"],
+            "perf/drafter_receive": passed["receive"],
+            "perf/drafter_wait": passed["recv_wait"],
+            "perf/drafter_train": self.training / seconds - passed["recv_wait"],
+            **self._utilization(trained, seconds),
             **self._target_shares(),
         }
         self.counts.zero_()
-        self.steps, self.since, self.waited, self.training = 0, now, waited, 0.0
+        self.steps, self.since, self.wire, self.training = 0, now, wire, 0.0
         self.windows += 1
         return dict(self.latest)
 
@@ -125,16 +141,30 @@ class Meter:
         if "perf/target_wait" in self.latest:
             waits.append(f"target {self.latest['perf/target_wait']:.0%}")
         shown["waiting"] = " ".join(waits)
+        roles = [role for role in ("drafter", "target") if f"perf/{role}_mfu" in self.latest]
+        if roles:
+            each = (f"{role} {self.latest[f'perf/{role}_mfu']:.0%}" for role in roles)
+            shown["mfu"] = " ".join(each)
         return shown
 
-    def _waited(self) -> float:
-        return self.receiver.clock.seconds.get("recv_wait", 0.0)
+    def _wire(self) -> dict[str, float]:
+        """Bytes that have come to this drafter so far, and seconds."""
+        clock = self.receiver.clock.seconds
+        seconds = {name: clock.get(name, 0.0) for name in ("recv_wait", "receive")}
+        return {"bytes": float(self.receiver.bytes), **seconds}
+
+    def _utilization(self, trained: Trained, seconds: float) -> dict[str, float]:
+        """FLOP/s of a drafter, the mean over all, and their share of what its device could do."""
+        reads_target = self.job.config.loss.reads_target
+        flops = drafter_flops(self.job.drafter_config, trained, self.document, reads_target)
+        rate = flops / seconds / self.job.place.drafters
+        return utilization("drafter", rate, self.peak)
 
     def _target_shares(self) -> dict[str, float]:
         """Shares of time of this node's targets since the last call; empty if none has moved.
 
-        Waiting is for the wire, forward is the model's, decode answers requests; a target's clock
-        is as of its last frame.
+        Waiting is for the wire, forward is the model's, decode answers requests; beside these a
+        thread waits for credits and sends. A target's clock is as of its last frame.
         """
         keys = [f"clock/{target}" for target in self.targets]
         if not self.main or not self.store.check(keys):
@@ -142,14 +172,20 @@ class Meter:
         read = [json.loads(self.store.get(key)) for key in keys]
         total = {
             name: sum(clock.get(name, 0.0) for clock in read)
-            for name in ("send_wait", "forward", "decode", "elapsed")
+            for name in (*SHARES.values(), "elapsed", "flops")
         }
         passed = {name: value - self.clocks.get(name, 0.0) for name, value in total.items()}
         self.clocks = total
         if not passed["elapsed"]:
             return {}
+        rate = passed["flops"] / passed["elapsed"]
         return {
-            "perf/target_wait": passed["send_wait"] / passed["elapsed"],
-            "perf/target_forward": passed["forward"] / passed["elapsed"],
-            "perf/target_decode": passed["decode"] / passed["elapsed"],
+            **{f"perf/{name}": passed[label] / passed["elapsed"] for name, label in SHARES.items()},
+            **utilization("target", rate, read[0]["peak"]),
         }
+
+
+def utilization(role: str, rate: float, peak: float | None) -> dict[str, float]:
+    """What is logged of ``rate`` FLOP/s of one rank whose device makes ``peak``, if known."""
+    mfu = {} if peak is None else {f"perf/{role}_mfu": rate / peak}
+    return {f"perf/{role}_flop_per_s": rate, **mfu}

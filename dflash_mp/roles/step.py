@@ -169,11 +169,11 @@ def train_step(
     a finite loss counts as if it were not there, on whichever drafter it is.
 
     Returns:
-        ``[7]`` float64: loss, weight, correct slots, supervised slots, tokens, skipped
+        ``[8]`` float64: loss, weight, correct slots, supervised slots, tokens, blocks, skipped
         micro-batches, gradient norm.
     """
     accelerator, wrapped = learner.accelerator, learner.wrapped
-    counts = torch.zeros(6, dtype=torch.float64, device=accelerator.device)
+    counts = torch.zeros(7, dtype=torch.float64, device=accelerator.device)
     shares = job.plan.step_frames
     for turn, (frame, batch) in enumerate(take(frames, shares)):
         last = turn == shares - 1
@@ -185,11 +185,11 @@ def train_step(
             ):
                 # Not a product with zero: that leaves NaN what is NaN.
                 out = loss_of(learner, empty_batch(job, accelerator.device), job)
-                counts[5] += 1
+                counts[6] += 1
             if last:
                 sentinel.wait("the other drafters' gradients")
             accelerator.backward(out.loss)
-        counts[:5] += out.counts
+        counts[:6] += out.counts
     # All drafters.
     counts = accelerator.reduce(counts, "sum")
     weight = counts[1]

@@ -22,6 +22,8 @@ from dflash_mp.data.packing import PackedBatch
 from dflash_mp.drafter.checkpoint_format import load_drafter
 from dflash_mp.features import FeatureBatch
 from dflash_mp.job import Job
+from dflash_mp.plan.machine import peak_rate
+from dflash_mp.roles.flops import target_flops
 from dflash_mp.roles.means import Means
 from dflash_mp.roles.requests import Answering
 from dflash_mp.roles.texts import SHOWN_PROMPTS, with_texts
@@ -64,6 +66,7 @@ def run_target(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
     decode = decode_share(cast, job, model, sentinel)
     answering = Answering(cast.store, cast.place.role_rank, decode)
     decodes = cast.place.node == 0
+    per_token, peak = target_flops(model, job), target_peak(model, job, cast.device)
 
     # The first forward may compile.
     start, limit = time.perf_counter(), limits.setup_s
@@ -76,8 +79,13 @@ def run_target(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
         sender.clock.add("forward", time.perf_counter() - begun)
         limit = limits.step_s
         sender.submit(slot, frame, finite(job.layout.view(slot, frame.number)), problem)
-        seconds = {**sender.clock.seconds, "elapsed": time.perf_counter() - start}
-        cast.store.set(f"clock/{cast.place.role_rank}", json.dumps(seconds))
+        told = {
+            **sender.clock.seconds,
+            "elapsed": time.perf_counter() - start,
+            "flops": extractor.tokens * per_token,
+            "peak": peak,
+        }
+        cast.store.set(f"clock/{cast.place.role_rank}", json.dumps(told))
         if decodes:
             # Before the next claim: a frame that is claimed is waited for.
             begun = time.perf_counter()
@@ -91,6 +99,13 @@ def run_target(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
         answering.until_end(LAST_REQUEST)
     for edge in edges.values():
         edge.close()
+
+
+def target_peak(model: PreTrainedModel, job: Job, device: torch.device) -> float | None:
+    """``peak_rate`` for products of about the target's sizes."""
+    hidden = model.config.get_text_config().hidden_size
+    # The drafter's MLP: a target of experts may state none.
+    return peak_rate(device, model.dtype, hidden, job.drafter_config.intermediate_size)
 
 
 def weights_fingerprint(model: nn.Module) -> str:

@@ -159,6 +159,8 @@ class FeatureExtractor:
         model: the target, on the device of the frames.
         layer_ids: increasing decoder layer numbers without the last one.
         final: also take the input of the LM head (needs the whole depth).
+
+    ``tokens`` counts what it has filled.
     """
 
     def __init__(self, model: PreTrainedModel, layer_ids: list[int], final: bool = False) -> None:
@@ -167,6 +169,7 @@ class FeatureExtractor:
         self.final = final
         self.backbone = model.get_decoder()
         self.packs = isolates_documents(model, layer_ids)
+        self.tokens = 0
 
     @torch.no_grad()
     def fill(self, frame: FeatureBatch) -> None:
@@ -178,6 +181,7 @@ class FeatureExtractor:
         tokens = int((frame.document_ids >= 0).sum())
         if tokens == 0:
             return
+        self.tokens += tokens
         if self.packs:
             row = slice(0, tokens)
             ids, positions = frame.input_ids[None, row].long(), frame.position_ids[None, row].long()

@@ -23,6 +23,7 @@ from dflash_mp.drafter.step import batch_loss
 from dflash_mp.features import FeatureBatch
 from dflash_mp.plan.plan import Sizes, measure_sizes, work_of_drafter, work_of_target
 from dflash_mp.plan.settings import PlanRun
+from dflash_mp.roles.flops import Trained, drafter_flops
 from dflash_mp.target.model import FeatureExtractor
 from dflash_mp.wire.frame import DTYPES, Layout
 
@@ -121,18 +122,23 @@ def test_a_drafter_step(sliding: int, anchors: int, tmp_path: Path) -> None:
     model.init_weights(0)
     head = FrozenHead(torch.randn(sizes.target.vocabulary, sizes.target.hidden))
     batch = filled(sizes)
-    slots: list[float] = []
+    done: list[list[float]] = []
 
     def step() -> None:
         out = batch_loss(model, head, batch, 0, run.drafter, run.loss, seed=0)
         out.loss.backward()
-        slots.append(float(out.counts[3]))
+        done.append(out.counts.tolist())
 
     flops = counted(step)
-    run.supervised = slots[0] / (anchors * (run.drafter.block_size - 1))
+    *_, supervised, tokens, blocks = done[0]
+    run.supervised = supervised / (anchors * (run.drafter.block_size - 1))
     work = work_of_drafter(measure_sizes(run), run)
     # Plain products keep the weights of attention; the planner counts kernels that make them again.
     assert work.flops + work.attention * 6 / 7 == pytest.approx(flops, rel=0.05)
+    # What a run counts for its MFU, here two such micro-batches.
+    trained = Trained(2, 2 * tokens, 2 * blocks, 2 * supervised)
+    twice = drafter_flops(sizes.drafter, trained, DOCUMENT, reads_target=False)
+    assert twice == pytest.approx(2 * (work.flops + work.attention), rel=0.01)
 
 
 def test_on_a_gpu_slots_without_a_label_cost_as_much(tmp_path: Path) -> None:
