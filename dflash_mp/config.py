@@ -71,6 +71,7 @@ class DrafterConfig:
     head_dim: int | None = None
     intermediate_size: int | None = None
     compile: str | None = None
+    activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         require(self.layers >= 1, f"drafter.layers={self.layers}: must be at least 1")

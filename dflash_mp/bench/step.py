@@ -5,7 +5,8 @@
 Forward and backward of one micro-batch, each implementation in a process and environment of its
 own, taking turns: same weights, rows and anchors, one thread, CPU seconds. Forms: quick (this
 project only, a tiny drafter, to see that it works), short (fp32 at 128 anchors, a quarter of an
-hour on an idle core) and full (all cases, fp32 and bf16, about an hour).
+hour on an idle core), full (all cases, fp32 and bf16, about an hour) and recompute (this project
+only, fp32 at 128 anchors, without and with drafter.activation_checkpointing).
 """
 
 import argparse
@@ -28,12 +29,14 @@ from dflash_mp.bench.peer_environments import PEERS, ROOT, make_environment
 from dflash_mp.bench.step_case import CASES, Case, Shape, make_tensors, useful_flops, write_models
 
 OURS = "dflash_mp"
+OUR_WORKER = (sys.executable, "dflash_mp.bench.step_ours")
 TINY = Shape(hidden=32, heads=4, shared_heads=2, intermediate=64, vocabulary=300)
 QUICK = (Case(8, "ragged", 192, (48, 6)),)
 SHORT = tuple(case for case in CASES if case.anchors == 128)
 ROUNDS = 3
 LONG_ANCHORS = 512
 """A round of these takes minutes: it is made once, behind the smaller ones, without a warm-up."""
+FORMS = ("quick", "short", "full", "recompute")
 
 
 def main(arguments: list[str]) -> None:
@@ -43,34 +46,46 @@ def main(arguments: list[str]) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("form", nargs="?", default="short", choices=("quick", "short", "full"))
+    parser.add_argument("form", nargs="?", default="short", choices=FORMS)
     parser.add_argument("result", type=Path, nargs="?", help="default: results/step-<form>.json")
     parsed = parser.parse_args(arguments)
     form = parsed.form
     if form == "quick":
-        found = run(TINY, QUICK, ("float32",), peers=False)
+        found = run(TINY, QUICK, ("float32",), {OURS: OUR_WORKER})
+    elif form == "recompute":
+        both = {OURS: OUR_WORKER, f"{OURS}, recomputing": (*OUR_WORKER, "recompute")}
+        found = run(Shape(), SHORT, ("float32",), both)
     elif form == "short":
-        found = run(Shape(), SHORT, ("float32",), peers=True)
+        found = run(Shape(), SHORT, ("float32",), everybody())
     else:
-        found = run(Shape(), CASES, ("float32", "bfloat16"), peers=True)
+        found = run(Shape(), CASES, ("float32", "bfloat16"), everybody())
     write_result(parsed.result or RESULTS / f"step-{form}.json", {"form": form, **found})
 
 
+Workers = dict[str, tuple[str, ...]]
+"""By name: an interpreter, the module it runs, and that one's further arguments."""
+
+
+def everybody() -> Workers:
+    """This project and the peers, whose environments are made where there are none."""
+    workers: Workers = {OURS: OUR_WORKER}
+    for peer in PEERS:
+        python = make_environment(peer)
+        workers[peer.release] = (str(python), f"dflash_mp.bench.peers.{peer.name}_step")
+    return workers
+
+
 def run(
-    shape: Shape, cases: tuple[Case, ...], dtypes: tuple[str, ...], peers: bool
+    shape: Shape, cases: tuple[Case, ...], dtypes: tuple[str, ...], workers: Workers
 ) -> dict[str, Any]:
     """Measure all cases in all dtypes; one entry of ``rows`` per case, dtype, implementation."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         write_models(folder, shape)
         head = load_file(folder / "target" / "model.safetensors")["lm_head.weight"]
-        workers = {OURS: (sys.executable, "dflash_mp.bench.step_ours")}
-        for peer in PEERS if peers else ():
-            python = make_environment(peer)
-            workers[peer.release] = (str(python), f"dflash_mp.bench.peers.{peer.name}_step")
         ask = {
-            who: stack.enter_context(worker(python, module, folder))
-            for who, (python, module) in workers.items()
+            who: stack.enter_context(worker(python, module, folder, *rest))
+            for who, (python, module, *rest) in workers.items()
         }
         rows = []
         for case in cases:
@@ -87,8 +102,8 @@ Ask = Callable[..., dict[str, Any]]
 
 
 @contextmanager
-def worker(python: str, module: str, folder: Path) -> Iterator[Ask]:
-    """A process that runs ``module``; ends with the context."""
+def worker(python: str, module: str, folder: Path, *rest: str) -> Iterator[Ask]:
+    """A process that runs ``module``, with arguments; ends with the context."""
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
@@ -96,7 +111,7 @@ def worker(python: str, module: str, folder: Path) -> Iterator[Ask]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     process = subprocess.Popen(
-        [python, "-m", module, folder], cwd=ROOT, env=environment, text=True,
+        [python, "-m", module, folder, *rest], cwd=ROOT, env=environment, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     requests, answers = process.stdin, process.stdout

@@ -1,4 +1,7 @@
-"""This project's step as a benchmark worker: ``python -m dflash_mp.bench.step_ours <folder>``."""
+"""This project's step as a benchmark worker.
+
+``python -m dflash_mp.bench.step_ours <folder>``, with ``recompute`` behind it to do so.
+"""
 
 import sys
 from pathlib import Path
@@ -16,9 +19,10 @@ from dflash_mp.drafter.step import blocks_loss
 from dflash_mp.features import FeatureBatch
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, recompute: bool = False) -> None:
     """Load the drafter and the frozen ends, then serve."""
     model = load_drafter(folder / "drafter", torch.float32).train()
+    model.recompute = recompute
     head = load_frozen_head(str(folder / "target"), torch.float32)
     loss = LossConfig("ce", "data", True, GAMMA, 0.5, 512)
 
@@ -56,4 +60,4 @@ def packed(case: dict[str, Tensor]) -> FeatureBatch:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), recompute=sys.argv[2:] == ["recompute"])

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
@@ -147,12 +148,17 @@ class DFlashDraftModel(nn.Module):
     Args:
         config: from ``hf_config.make_drafter_config`` or ``hf_config.read_config``.
         attention: ``sdpa`` (default), ``flex`` (CUDA) or ``eager`` (reference).
+        recompute: whether the backward makes each layer's activations again from the layer's
+            input, instead of having kept them.
     """
 
-    def __init__(self, config: Qwen3Config, attention: str = "sdpa") -> None:
+    def __init__(
+        self, config: Qwen3Config, attention: str = "sdpa", recompute: bool = False
+    ) -> None:
         super().__init__()
         self.config = config
         self.attention = attention
+        self.recompute = recompute
         taps = len(config.dflash_config["target_layer_ids"])
         layers = [DraftLayer(config) for _ in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
@@ -257,7 +263,12 @@ class DFlashDraftModel(nn.Module):
         for i, (layer, rule) in enumerate(self._layers()):
             only = rows if i == last else None
             pair = (shared[2 * i], shared[2 * i + 1])
-            hidden = layer(hidden, pair, rotation, attends[rule], only)
+            given = (hidden, pair, rotation, attends[rule], only)
+            if self.recompute and torch.is_grad_enabled():
+                # Nothing in a layer is random.
+                hidden = checkpoint(layer, *given, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = layer(*given)
         return self.norm(hidden)
 
     def _pick(self, rows: Tensor) -> Tensor:

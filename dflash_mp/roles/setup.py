@@ -69,13 +69,15 @@ def attention_backend(config: TrainConfig, device: torch.device) -> str:
 
 def untrained(job: Job, device: torch.device) -> DFlashDraftModel:
     """The drafter that a run begins with."""
-    model = DFlashDraftModel(job.drafter_config, attention_backend(job.config, device))
+    drafter = job.config.drafter
+    attention = attention_backend(job.config, device)
+    model = DFlashDraftModel(job.drafter_config, attention, drafter.activation_checkpointing)
     if not set_initial_weights(model, job.config):
         model.init_weights(job.config.seed)
-    if job.config.drafter.compile is not None:
+    if drafter.compile is not None:
         for mlp in mlps(model):
             # Its number of rows is that of the micro-batch.
-            mlp.compile(backend=job.config.drafter.compile, dynamic=True)
+            mlp.compile(backend=drafter.compile, dynamic=True)
     return model.to(device)
 
 
