@@ -34,6 +34,7 @@ def tables() -> str:
     """All tables as Markdown."""
     lines: list[str] = []
     step, stream, data = load("step-full", "step-short"), load("stream-full"), load("data")
+    gpu = load("gpu")
     if step is not None:
         lines += ["## The drafter step", "", *made_with(step), "", *bars(step["rows"])]
         lines += [line for group in groups(step["rows"]) for line in step_table(group)]
@@ -41,6 +42,8 @@ def tables() -> str:
         lines += ["## The stream", "", *made_with(stream), "", *stream_tables(stream)]
     if data is not None:
         lines += ["## The data", "", *made_with(data), "", *data_table(data)]
+    if gpu is not None:
+        lines += [f"## One {gpu['gpu']}", "", *made_with(gpu), "", *gpu_tables(gpu)]
     return "\n".join(lines).rstrip()
 
 
@@ -199,6 +202,51 @@ def data_table(data: Row) -> list[str]:
             ["collating", f"{data['collate_us']:.0f} us a micro-batch"],
         ],
     )
+
+
+def gpu_tables(gpu: Row) -> list[str]:
+    """The drafter's step by attention and anchors, the target's forward, and the edges."""
+    steps = []
+    for row in gpu["drafter"]:
+        checkpointing = ", checkpointing" if row["checkpointing"] else ""
+        steps.append(
+            [
+                f"{row['attention']}{checkpointing}",
+                str(row["anchors"]),
+                *speed(row),
+                str(row["recompiles"]),
+                f"{row['first_s']:.1f}",
+                f"{row['loss']:.4f}",
+            ]
+        )
+    target = gpu["target"]
+    layers = f"{target['layers_run']} of {target['layers']}"
+    edges = [[edge["name"], edge["said"]] for edge in gpu["edges"]]
+    times = ["ms (fastest-slowest)", "tokens/s", "TFLOP/s", "MFU", "extra GiB"]
+    header = ["drafter step", "anchors", *times, "recompiles", "first step s", "loss"]
+    left_out = [
+        f"Left out: {row['attention']} at {row['anchors']} anchors"
+        f"{' with checkpointing' if row['checkpointing'] else ''}: {row['problem']}.\n"
+        for row in gpu["left_out"]
+    ]
+    return [
+        *table(header, steps),
+        *left_out,
+        *table(["target forward", *times], [[f"{layers} layers", *speed(target)]]),
+        *table(["edge of two processes", ""], edges),
+    ]
+
+
+def speed(row: Row) -> list[str]:
+    """Time, tokens/s, FLOP/s, MFU and memory of one line."""
+    times = [1e3 * value for value in row["seconds"]]
+    return [
+        f"{statistics.median(times):.1f} ({min(times):.1f}-{max(times):.1f})",
+        f"{row['tokens_per_s']:,.0f}",
+        f"{row['flop_per_s'] / 1e12:.1f}",
+        "-" if row["mfu"] is None else f"{row['mfu']:.0%}",
+        "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}",
+    ]
 
 
 def plot(stream: Row, path: Path) -> None:

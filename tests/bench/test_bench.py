@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_mp.bench import step, step_ours, stream, tables
+from dflash_mp.bench import gpu, step, step_ours, stream, tables
 from dflash_mp.bench.step_case import (
     Case,
     attention_flops,
@@ -90,3 +90,28 @@ def test_quick_form_of_the_stream_runs(tmp_path: Path):
         assert 0 < window["efficiency"] < 2
         assert min(size["edge_gb_per_s"], size["stream_gb_per_s"], size["memcpy_gb_per_s"]) > 0
     assert tables.stream_tables(found)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_a_gpu_runs_with_tiny_models_on_a_cpu(tmp_path: Path):
+    path = tmp_path / "gpu.json"
+    gpu.main(["--tiny", str(path)])
+    found = json.loads(path.read_text())
+    assert found["target"]["layers_run"] == 10
+    plain, again = found["drafter"][:2], found["drafter"][2:]
+    for row, other in zip(plain, again, strict=True):
+        assert row["loss"] == other["loss"]
+        assert row["recompiles"] == 0
+    assert plain[1]["flop_per_s"] * plain[1]["tokens_per_s"] > 0
+    (edge,) = found["edges"]
+    assert edge["gb_per_s"] > 0
+    assert tables.gpu_tables(found)
+
+
+def test_without_a_gpu_the_benchmark_of_one_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    gpu.main([str(tmp_path / "gpu.json")])
+    assert "no GPU" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())

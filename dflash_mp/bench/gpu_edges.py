@@ -1,0 +1,80 @@
+"""Which edges two processes can use that share one GPU, and how fast these are."""
+
+import queue
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from dflash_mp.wire.edge import DRAFTER_END, TARGET_END, Edge
+
+NBYTES = 64 << 20
+FRAMES = 4
+TIMEOUT = timedelta(seconds=20)
+ANSWER_S = 40.0
+"""Time for an edge: two processes start, connect, and move the frames."""
+
+
+def try_edges(device: torch.device) -> list[dict[str, Any]]:
+    """A line for each kind of edge: its name, GB/s (None if it does not work), and what it said.
+
+    gloo moves host memory, so between GPUs a copy on either side comes on top of it.
+    """
+    found = [try_edge("gloo, host memory", torch.device("cpu"))]
+    if device.type == "cuda":
+        found.append(try_edge("NCCL", device))
+    return found
+
+
+def try_edge(name: str, device: torch.device) -> dict[str, Any]:
+    """Two processes on ``device`` move some frames over an edge; both are gone afterwards."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ends = [
+        context.Process(target=one_end, args=(end, store.port, str(device), answers), daemon=True)
+        for end in (TARGET_END, DRAFTER_END)
+    ]
+    for process in ends:
+        process.start()
+    rate, said = None, f"no answer within {ANSWER_S:g} s"
+    try:
+        # Both ends tell; the worse news count.
+        for _ in ends:
+            rate, said = answers.get(timeout=ANSWER_S)
+            if rate is None:
+                break
+    except queue.Empty:
+        rate = None
+    for process in ends:
+        # An end whose other one has failed may wait for it.
+        process.kill()
+        process.join()
+    return {"name": name, "gb_per_s": rate, "said": said}
+
+
+def one_end(end: int, port: int, device: str, answers: Any) -> None:
+    """Entry point of a process: tells ``(GB/s, said)``, None for the rate if it failed."""
+    place = torch.device(device)
+    try:
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        store = dist.TCPStore("127.0.0.1", port, timeout=TIMEOUT)
+        edge = Edge(0, 0, end, store, place, TIMEOUT)
+        edge.warm()
+        payload = torch.zeros(NBYTES, dtype=torch.uint8, device=place)
+        move = edge.put if end == TARGET_END else edge.land
+        move(payload)
+        begun = time.perf_counter()
+        for _ in range(FRAMES):
+            move(payload)
+        rate = FRAMES * NBYTES / (time.perf_counter() - begun) / 1e9
+        answers.put((rate, f"{rate:.2f} GB/s"))
+    except RuntimeError as error:
+        # Errors of NCCL name the reason in their last line.
+        answers.put((None, str(error).strip().splitlines()[-1]))
+    # The parent ends this process: the other end may still need it.
+    time.sleep(2 * ANSWER_S)
