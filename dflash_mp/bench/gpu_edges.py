@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from dflash_mp.wire.edge import DRAFTER_END, TARGET_END, Edge
+from dflash_mp.wire.edge import DRAFTER_END, TARGET_END, Edge, GroupEdge
+from dflash_mp.wire.shared_edge import SharedEdge, SharedMemory
 
 NBYTES = 64 << 20
 FRAMES = 4
@@ -21,21 +22,24 @@ ANSWER_S = 40.0
 def try_edges(device: torch.device) -> list[dict[str, Any]]:
     """A line for each kind of edge: its name, GB/s (None if it does not work), and what it said.
 
-    gloo moves host memory, so between GPUs a copy on either side comes on top of it.
+    gloo and shm move host memory, so between GPUs a copy on either side comes on top of them.
     """
-    found = [try_edge("gloo, host memory", torch.device("cpu"))]
+    host = torch.device("cpu")
+    found = [try_edge("gloo", host), try_edge("shm", host)]
     if device.type == "cuda":
-        found.append(try_edge("NCCL", device))
+        found.append(try_edge("nccl", device))
     return found
 
 
-def try_edge(name: str, device: torch.device) -> dict[str, Any]:
+def try_edge(kind: str, device: torch.device) -> dict[str, Any]:
     """Two processes on ``device`` move some frames over an edge; both are gone afterwards."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ends = [
-        context.Process(target=one_end, args=(end, store.port, str(device), answers), daemon=True)
+        context.Process(
+            target=one_end, args=(kind, end, store.port, str(device), answers), daemon=True
+        )
         for end in (TARGET_END, DRAFTER_END)
     ]
     for process in ends:
@@ -53,19 +57,26 @@ def try_edge(name: str, device: torch.device) -> dict[str, Any]:
         # An end whose other one has failed may wait for it.
         process.kill()
         process.join()
-    return {"name": name, "gb_per_s": rate, "said": said}
+    return {"name": kind, "gb_per_s": rate, "said": said}
 
 
-def one_end(end: int, port: int, device: str, answers: Any) -> None:
+def make_edge(kind: str, end: int, store: dist.Store, device: torch.device) -> Edge:
+    """One end of an edge of this kind."""
+    if kind != "shm":
+        return GroupEdge(end, store, device, TIMEOUT)
+    return SharedEdge(kind, store, SharedMemory(NBYTES) if end == DRAFTER_END else None, TIMEOUT)
+
+
+def one_end(kind: str, end: int, port: int, device: str, answers: Any) -> None:
     """Entry point of a process: tells ``(GB/s, said)``, None for the rate if it failed."""
     place = torch.device(device)
     try:
         if place.type == "cuda":
             torch.cuda.set_device(place)
         store = dist.TCPStore("127.0.0.1", port, timeout=TIMEOUT)
-        edge = Edge(0, 0, end, store, place, TIMEOUT)
+        edge = make_edge(kind, end, store, place)
         edge.warm()
-        payload = torch.zeros(NBYTES, dtype=torch.uint8, device=place)
+        payload = edge.buffers(NBYTES, 1)[0]
         move = edge.put if end == TARGET_END else edge.land
         move(payload)
         begun = time.perf_counter()
