@@ -267,3 +267,63 @@ def test_ranks_that_have_all_left_are_not_judged() -> None:
     peers = peers_of(0, [hello(rank) for rank in range(3)])
     peers.left.update(range(3))
     assert no_progress(peers, 3) is None
+
+
+SLOW_BEAT = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from dflash_mp.cast import place
+from dflash_mp.config import TopologyConfig
+from dflash_mp.sentinel import Sentinel
+from test_sentinel import LIMITS
+
+class SlowBeats:
+    def __init__(self, store):
+        self.store = store
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+    def set(self, key, value):
+        self.store.set(key, value)
+        if key == "beat/0":
+            print("beats", flush=True)
+            time.sleep(1)
+
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]))
+sentinel = Sentinel(place(0, 3, 3, TopologyConfig(2, 1)), store, LIMITS)
+sentinel._peers.store = SlowBeats(sentinel._peers.store)
+time.sleep(60)
+"""
+
+
+@pytest.mark.distributed
+def test_the_report_of_a_leaving_rank_does_not_come_back(tmp_path: Path) -> None:
+    """A verdict about another rank arrives while the store takes its time over this one's beat."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    report = tmp_path / "error.json"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+        ),
+        "TORCHELASTIC_ERROR_FILE": str(report),
+    }
+    child = subprocess.Popen(
+        [sys.executable, "-c", SLOW_BEAT, str(store.port)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        assert child.stdout is not None
+        assert [child.stdout.readline() for _ in range(2)] == ["beats\n", "beats\n"]
+        assert report.exists()
+        store.compare_set("verdict", "", replace(hello(1).accused("step", "raised"), by="x").pack())
+        # The beat ends after one second; the rank leaves after eight, or when it is told to.
+        time.sleep(2)
+        assert child.poll() is None
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(timeout=30) != 0
+        assert not report.exists()
+    finally:
+        child.kill()
+        child.wait()
