@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dflash_mp.errors import UserError, one_of, require
 from dflash_mp.learning_config import LossConfig, OptimConfig, ScheduleConfig
-from dflash_mp.run_config import CheckpointConfig, FailureConfig
+from dflash_mp.run_config import CheckpointConfig, FailureConfig, ProfileConfig
 
 ROLES = ("system", "user", "assistant", "tool")
 """What a turn of a conversation may be."""
@@ -243,6 +243,7 @@ class TrainConfig:
     evaluate: EvaluateConfig = MISSING
     checkpoint: CheckpointConfig = MISSING
     failure: FailureConfig = MISSING
+    profile: ProfileConfig = MISSING
     race: RaceConfig = MISSING
     # No section of its own: "from" cannot be the name of a field.
     init: dict[str, str | None] = MISSING
@@ -277,6 +278,11 @@ class TrainConfig:
         require(
             self.isolation == "processes" or self.wire.edge == "auto",
             f"wire.edge={self.wire.edge} joins processes; with isolation=threads use auto",
+        )
+        require(
+            self.isolation == "processes" or self.profile.kind == "none",
+            f"profile={self.profile.kind} is of one rank in a process of its own: leave "
+            "isolation=processes",
         )
         for key in self.init:
             one_of("init", key, ("from", "revision"))

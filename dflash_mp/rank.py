@@ -21,6 +21,7 @@ from dflash_mp.drafter.hf_config import config_json
 from dflash_mp.drafter.mask_token import pick_mask_token
 from dflash_mp.drafter.step import describe_objective
 from dflash_mp.job import Job, drafter_config
+from dflash_mp.profiling import recording
 from dflash_mp.published import adopt_shape, naming_source
 from dflash_mp.resume import refuse_other_data
 from dflash_mp.roles.drafter import run_drafter
@@ -56,10 +57,11 @@ def play(config: TrainConfig, hydra_folder: Path) -> None:
         # Every rank's log has it; on the console it is rank 0's.
         block_size = job.drafter_config.block_size
         log.info("objective: %s", describe_objective(config.loss, block_size))
-        if mine.role == TARGET:
-            run_target(cast, job, sentinel, PROCESSES)
-        else:
-            run_drafter(cast, job, sentinel, PROCESSES)
+        with recording(cast, job, sentinel):
+            if mine.role == TARGET:
+                run_target(cast, job, sentinel, PROCESSES)
+            else:
+                run_drafter(cast, job, sentinel, PROCESSES)
         sentinel.bye()
 
 

@@ -20,7 +20,7 @@ MAY_CHANGE = (
     *("run_name", "output_dir", "overwrite", "resume", "threads", "log_interval", "trackers"),
     *("steps", "epochs", "optim.lr", "schedule", "evaluate", "checkpoint", "failure"),
     *("features", "topology", "wire.edge", "wire.slots", "wire.timeout_s"),
-    "drafter.activation_checkpointing",
+    *("drafter.activation_checkpointing", "profile"),
     # What these name is compared by content.
     *("data.train", "data.heldout", "data.cache_dir", "data.chat_template"),
     *("target.name", "target.revision", "target.trust_remote_code", "drafter.mask_token_id"),

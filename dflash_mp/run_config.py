@@ -1,10 +1,10 @@
-"""The configuration sections that keep a long run alive: checkpoints and failure."""
+"""The configuration sections that keep a long run alive, or show what it does."""
 
 from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from dflash_mp.errors import require
+from dflash_mp.errors import one_of, require
 
 
 @dataclass
@@ -48,3 +48,17 @@ class FailureConfig:
             f"failure.silent_s={self.silent_s}: must be greater than failure.gil_s={self.gil_s}, "
             "so that a rank whose interpreter is stuck can show where",
         )
+
+
+@dataclass
+class ProfileConfig:
+    """What is recorded of the first steps."""
+
+    kind: str = MISSING
+    skip: int = MISSING
+    record: int = MISSING
+
+    def __post_init__(self) -> None:
+        one_of("profile.kind", self.kind, ("none", "steps", "memory"))
+        require(self.skip >= 1, f"profile.skip={self.skip}: must be at least 1, the first warms up")
+        require(self.record >= 1, f"profile.record={self.record}: must be at least 1")

@@ -97,6 +97,8 @@ class Sentinel:
         self.hello = Hello.mine(place, limits.gil_s / 2)
         self.stop_reason: str | None = None
         """Set when the job was asked to stop: save, then call ``stopped``."""
+        self.on_phase: Callable[[str], None] | None = None
+        """Also told each phase, in the main thread."""
         self._phase = Phase("start", limits.setup_s, False, time.monotonic(), 0)
         self._store = store
         self._verdicts = connection(store)
@@ -131,6 +133,8 @@ class Sentinel:
     def _enter(self, name: str, limit: float, waits: bool, frame: str | None) -> None:
         count = self._phase.count + 1
         self._phase = Phase(name, limit, waits, time.monotonic(), count, frame)
+        if self.on_phase is not None:
+            self.on_phase(name)
 
     def training(self, runs: bool) -> None:
         """Whether there is something to save when the job is asked to stop; one rank says it."""

@@ -14,7 +14,7 @@ import pytest
 from dflash_mp import cli
 
 SCREEN_LINES, SCREEN_COLUMNS = 24, 100
-MODULES = [*cli.COMMANDS.values(), "dflash_mp.bench.data", "launch.spawn"]
+MODULES = [*cli.COMMANDS.values(), "dflash_mp.timeline", "dflash_mp.bench.data", "launch.spawn"]
 
 
 def missing(module: str) -> bool:

@@ -3,6 +3,7 @@
 import html
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dflash_mp.timeline import draw, read_lanes, read_spans
+
 pytestmark = pytest.mark.distributed
 
 Launch = Callable[..., object]
+MEMORY = ["profile=memory", "profile.skip=1", "profile.record=1"]
 
 
 def trained(folder: Path) -> dict[str, Tensor]:
@@ -45,7 +49,7 @@ def test_weights_are_bit_equal_for_any_targets_slots_edge_launcher_and_delay(
     jobs = {
         "2+1, one slot, gloo": {"ranks": 3, "overrides": ["wire.slots=1", "wire.edge=gloo"]},
         "3+1": {"ranks": 4, "overrides": ["topology.targets=3"]},
-        "2+1, torchrun": {"ranks": 3, "overrides": [], "spawn": False},
+        "2+1, torchrun, its memory recorded": {"ranks": 3, "overrides": MEMORY, "spawn": False},
         "2+1, delayed at random": {"ranks": 3, "overrides": [], "script": slow},
     }
     for name, job in jobs.items():
@@ -53,6 +57,15 @@ def test_weights_are_bit_equal_for_any_targets_slots_edge_launcher_and_delay(
         overrides = job.pop("overrides")
         result = launch(job.pop("ranks"), f"output_dir={folder}", *overrides, **job)
         assert_same_bits(ran(result, folder), reference)
+    peaks = tmp_path / "2+1-torchrun-its-memory-recorded" / "profile"
+    for rank, phases in {
+        "rank1-target1": {"load the target", "forward"},
+        "rank2-drafter0": {"load the drafter", "step", "wait for frame k"},
+    }.items():
+        rows = json.loads((peaks / f"{rank}.memory.json").read_text())["phases"]
+        assert phases <= {row["phase"] for row in rows}
+        # A Python with torch and a model.
+        assert all(100 < row["peak_mib"] < 10_000 for row in rows)
 
 
 def test_kept_frames_change_nothing(launch: Launch, tmp_path: Path) -> None:
@@ -118,17 +131,20 @@ def assert_counters_are_there(folder: Path) -> None:
     assert all(0 < row["perf/target_mfu"] < 1 for row in told)
     assert all(row["perf/target_flop_per_s"] > row["perf/target_mfu"] for row in told)
     # 64 tokens of two hidden states of 32 float32, three int32 and a byte; some of the frames of
-    # the four steps had come before the first began.
+    # the eight steps had come before the first began.
     frame = 64 * 2 * 32 * 4 + 4 * 256
     frames = sum(row["perf/wire_bytes_per_s"] / row["perf/steps_per_s"] for row in steps) / frame
     assert frames == pytest.approx(round(frames))
-    assert 1 <= round(frames) <= 8
+    assert 1 <= round(frames) <= 16
 
 
 def test_a_run_leaves_what_it_promises(launch: Launch, tmp_path: Path) -> None:
-    result = launch(
-        3, "evaluate.decode_prompts=3", "evaluate.decode_interval=2", "trackers=[tensorboard]"
-    )
+    decoding = ["evaluate.decode_prompts=3", "evaluate.decode_interval=4"]
+    # With one slot the targets cannot be through before the drafter begins.
+    profile = ["profile=steps", "profile.skip=1", "profile.record=5", "wire.slots=1"]
+    # A frame that was kept takes no FLOPs.
+    rest = ["features.cache=off", "trackers=[tensorboard]"]
+    result = launch(3, "steps=8", *decoding, *profile, *rest)
     folder = tmp_path / "run"
     ran(result, folder)
     facts = json.loads((folder / "run.json").read_text())
@@ -149,7 +165,7 @@ def test_a_run_leaves_what_it_promises(launch: Launch, tmp_path: Path) -> None:
     assert results["decoded"]["same"] == results["decoded"]["prompts"] == 3
     assert results["decoded_before"]["acceptance_length"] >= 1.0
     last = [
-        json.loads(line) for line in (folder / "decode/step-000004.jsonl").read_text().splitlines()
+        json.loads(line) for line in (folder / "decode/step-000008.jsonl").read_text().splitlines()
     ]
     assert [len(row["drafted"]) for row in last] == [len(row["committed"]) for row in last]
     page = (folder / "report.html").read_text()
@@ -157,12 +173,33 @@ def test_a_run_leaves_what_it_promises(launch: Launch, tmp_path: Path) -> None:
         assert html.escape(row["prompt_text"]) in page
         assert all(str(token) in row["pieces"] for token in row["tokens"])
     walked = json.loads((folder / "heldout.json").read_text())
-    assert walked["step"] == 4
+    assert walked["step"] == 8
     assert sum(walked["histogram"]) == walked["cycles"] > 0
     assert_counters_are_there(folder)
+    assert_profiled(folder)
     for word in ("acceptance length after training", "checkpoints", "export", "plots", "report"):
         assert word in result.stdout
     again = launch(3, spawn=True)
     assert again.returncode == 2
     assert "already holds a run" in again.stderr
     assert "Traceback" not in again.stderr
+
+
+def assert_profiled(folder: Path) -> None:
+    """Every rank has left a trace with its phases, and they make a picture."""
+    found = {
+        path.name.split(".")[0]: {span["name"] for span in read_spans(path)}
+        for path in (folder / "profile").glob("*.trace.json.gz")
+    }
+    assert found.keys() == {"rank0-target0", "rank1-target1", "rank2-drafter0"}
+    targets = found["rank0-target0"] | found["rank1-target1"]
+    assert {"forward", "wait for a free slot", "send"} <= targets
+    drafters = {"step", "compute", "wait for the other drafters' gradients", "receive"}
+    assert drafters <= found["rank2-drafter0"]
+    lanes = read_lanes(folder / "profile")
+    assert [lane.name for lane in lanes[::2]] == ["target0", "target1", "drafter0"]
+    steps = lanes[4].bars["drafter: last backward, gradients, update"]
+    assert len(steps) == 5
+    assert all(a + length <= b for (a, length), (b, _) in pairwise(steps))
+    draw(lanes, folder / "profile" / "timeline.png")
+    assert (folder / "profile" / "timeline.png").stat().st_size > 5000

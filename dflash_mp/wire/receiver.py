@@ -1,7 +1,6 @@
 """The drafter's end of the stream; see ``stream`` for the protocol and its invariants."""
 
 import queue
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -53,9 +52,8 @@ class Receiver:
         batch is valid until the next one is asked for.
         """
         for frame in self.plan.received(self.place.role_rank):
-            start = time.perf_counter()
-            slot = self._pump.take()
-            self.clock.add("recv_wait", time.perf_counter() - start)
+            with self.clock.span("recv_wait"):
+                slot = self._pump.take()
             if isinstance(slot, Tensor):
                 yield frame, self.layout.view(slot, frame.number)
             else:
@@ -104,11 +102,10 @@ class Receiver:
         check(header, frame, slot.numel(), self.place.name)
         if header.kind == Kind.SKIP.value:
             return header
-        start = time.perf_counter()
-        edge = self.edges[header.source]
-        edge.land(slot)
-        check_payload(header, edge.checksum(slot), self.place.name)
-        self.clock.add("receive", time.perf_counter() - start)
+        with self.clock.span("receive"):
+            edge = self.edges[header.source]
+            edge.land(slot)
+            check_payload(header, edge.checksum(slot), self.place.name)
         self.bytes += header.nbytes
         return header
 

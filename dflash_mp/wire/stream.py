@@ -27,12 +27,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from dflash_mp.cast import Cast
 from dflash_mp.wire.edge import Edge
@@ -54,6 +56,9 @@ class StreamError(Exception):
 class Clock:
     """Seconds spent per label; one instance may be used by several threads."""
 
+    traced = False
+    """Whether the spans of this process also show in torch's profiler (``profiling``)."""
+
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -62,6 +67,14 @@ class Clock:
         """Add ``seconds`` to ``label``."""
         with self._lock:
             self.seconds[label] = self.seconds.get(label, 0.0) + seconds
+
+    @contextmanager
+    def span(self, label: str) -> Iterator[None]:
+        """Add the time of the body to ``label``."""
+        start = time.perf_counter()
+        with record_function(label) if Clock.traced else nullcontext():
+            yield
+        self.add(label, time.perf_counter() - start)
 
 
 class Helper:
@@ -162,9 +175,8 @@ class Sender:
         """The frames that fall to this target, PAD left out, until the plan is used up."""
         while True:
             # A frame is claimed when it can be made at once: who waits for a slot owes nothing.
-            start = time.perf_counter()
-            slot = self._helper.take()
-            self.clock.add("send_wait", time.perf_counter() - start)
+            with self.clock.span("send_wait"):
+                slot = self._helper.take()
             assert isinstance(slot, Tensor)
             frame = self._claim()
             if frame is None:
@@ -213,9 +225,8 @@ class Sender:
             slot, frame = item.slot, item.frame
             # Announced before it is filled, the drafter's receive would spin through the forward.
             problem = item.unusable()
-            start = time.perf_counter()
-            self._await_credit(frame)
-            credited = time.perf_counter()
+            with self.clock.span("credit_wait"):
+                self._await_credit(frame)
             announcement = self._header(frame, slot, problem).pack()
             # torch's stubs know only text; the store takes bytes.
             self._store.set(f"ann/{frame.drafter}/{frame.k}", announcement)  # type: ignore[arg-type]
@@ -224,9 +235,8 @@ class Sender:
                 # Rows that the next frame leaves as they are must not hold what is not finite.
                 slot.zero_()
             else:
-                self.edges[frame.drafter].put(slot)
-            self.clock.add("credit_wait", credited - start)
-            self.clock.add("send", time.perf_counter() - credited)
+                with self.clock.span("send"):
+                    self.edges[frame.drafter].put(slot)
             self._free.put(slot)
 
     def _header(self, frame: Frame, slot: Tensor, problem: str) -> Header:
