@@ -21,12 +21,12 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from dflash_mp.cast import TARGET, Cast
 from dflash_mp.config import require
 from dflash_mp.job import Job
+from dflash_mp.run_folder import PROFILE
 from dflash_mp.sentinel import Sentinel
 from dflash_mp.wire.stream import Clock
 
 log = logging.getLogger(__name__)
 
-FOLDER = "profile"
 BEGIN, END = "profile/begin", "profile/end"
 WORK = {"target": "forward", "drafter": "step"}
 """The phase that begins a frame of a target and a step of a drafter."""
@@ -235,7 +235,7 @@ def recording(cast: Cast, job: Job, sentinel: Sentinel) -> Iterator[None]:
         f"profile={config.kind} records up to step {last} and needs one more behind it, but this "
         f"run does {steps}: lower profile.skip or profile.record, or train longer",
     )
-    folder = job.folder / FOLDER
+    folder = job.folder / PROFILE
     folder.mkdir(exist_ok=True)
     stem = folder / f"rank{cast.place.rank}-{cast.place.name}"
     kind = MemoryPeaks if config.kind == "memory" else StepTrace

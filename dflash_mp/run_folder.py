@@ -14,6 +14,7 @@ from dflash_mp.resume import AUTO, CHECKPOINTS, choose_checkpoint, start_of
 from dflash_mp.tracking import run_facts
 
 RUN_FACTS = "run.json"
+PROFILE = "profile"
 KEPT_BY_OVERWRITE = (".hydra", "rank*.log")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from dflash_mp.charts import COLOURS
 from dflash_mp.command import fail
 from dflash_mp.config import UserError, require
+from dflash_mp.run_folder import PROFILE
 
 ENDING = ".trace.json.gz"
 STEP_MARK = "ProfilerStep#"
@@ -50,9 +51,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="RUN_FOLDER")
     parser.add_argument("--output", type=Path, help="default: profile/timeline.png in the folder")
     arguments = parser.parse_args()
-    path = arguments.output or arguments.folder / "profile" / "timeline.png"
+    path = arguments.output or arguments.folder / PROFILE / "timeline.png"
     try:
-        draw(read_lanes(arguments.folder / "profile"), path)
+        draw(read_lanes(arguments.folder / PROFILE), path)
     except UserError as error:
         fail(str(error))
     sys.stdout.write(f"{path}\n")

@@ -1,14 +1,18 @@
 """The end of a run: results.json, plots, what the export tells, and a page for the terminal."""
 
 import json
+import shlex
 import sys
 from typing import Any
 
 from dflash_mp.acceptance import simulation_warning
+from dflash_mp.config import TargetConfig
 from dflash_mp.export_folder import add_facts
 from dflash_mp.job import Job
 from dflash_mp.learning_config import CROSS_ENTROPY, OBJECTIVES
 from dflash_mp.report.page import REPORT
+from dflash_mp.run_folder import PROFILE
+from dflash_mp.target.model import resolve
 from dflash_mp.tracking import plot, read_metrics
 
 CURVE_ROWS = 8
@@ -32,12 +36,53 @@ def write_results(job: Job, results: dict[str, Any]) -> None:
         f"export       {job.folder / 'export'}",
         f"plots        {', '.join(str(path) for path in plots)}",
         f"report       {job.folder / REPORT}",
+        *([f"profile      {job.folder / PROFILE}"] if job.config.profile.kind != "none" else []),
         f"results      {job.folder / 'results.json'}, {job.folder / 'metrics.jsonl'}",
-        f"evaluate     python -m dflash_mp.evaluate drafter={job.folder / 'export'} "
-        f"target.name={job.config.target.name} data.prompts=<file of conversations>",
+        *next_commands(job),
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
+
+
+def next_commands(job: Job) -> list[str]:
+    """Commands for what comes after a run, from docs/serving.md, with this run's names."""
+    export, block_size = job.folder / "export", job.drafter_config.block_size
+    ours, served = target_words(job.config.target), resolve(job.config.target)
+    evaluate = shlex.join(["python", "-m", "dflash_mp.evaluate", f"drafter={export}", *ours])
+    check = shlex.join(["python", "-m", "dflash_mp.export", f"check={export}"])
+    convert = ["python", "-m", "dflash_mp.export", f"checkpoint={export}", "format=speculators"]
+    method = {
+        "method": "dflash",
+        "model": str(export),
+        # The first slot of a block is known; SGLang counts it.
+        "num_speculative_tokens": block_size - 1,
+    }
+    vllm = [
+        *("vllm", "serve", served, "--max-num-batched-tokens", "32768"),
+        *("--attention-backend", "flash_attn", "--speculative-config", json.dumps(method)),
+    ]
+    sglang = [
+        *("python", "-m", "sglang.launch_server", "--model-path", served),
+        *("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(export)),
+        *("--speculative-num-draft-tokens", str(block_size)),
+    ]
+    return [
+        f"evaluate     {evaluate} data.prompts=my_prompts.jsonl",
+        f"export       {check}  # is it whole?",
+        f"             {shlex.join([*convert, *ours])} output=new_folder",
+        f"serve        {shlex.join(vllm)}",
+        f"             {shlex.join(sglang)}",
+        "             # on GPUs; what to do when an engine accepts less: docs/serving.md",
+    ]
+
+
+def target_words(target: TargetConfig) -> list[str]:
+    """The overrides that name this target to another command."""
+    if target.name == "smollm2":
+        return ["target=smollm2"]
+    words = ["target=hub", f"target.name={target.name}"]
+    words += [f"target.revision={target.revision}"] if target.revision else []
+    return words + (["target.trust_remote_code=true"] if target.trust_remote_code else [])
 
 
 def curve(rows: list[dict[str, float]], objective: str) -> list[str]:
