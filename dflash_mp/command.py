@@ -6,11 +6,14 @@ the command's module.
 """
 
 import inspect
+import io
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn, TypeVar
@@ -22,6 +25,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_mp.config import UserError, config_dir, explain, to_config
+from dflash_mp.config_comments import commented
 
 USER_ERROR = 2
 ConfigT = TypeVar("ConfigT")
@@ -53,10 +57,28 @@ def run_command(name: str, kind: type[ConfigT], work: Callable[[ConfigT, Path], 
             fail(str(error))
 
     try:
-        task()
+        with annotated(name) if prints_job(sys.argv[1:]) else nullcontext():
+            task()
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
         fail(explain(f"{error}\n{cause or ''}", kind))
+
+
+def prints_job(arguments: list[str]) -> bool:
+    """Whether Hydra is asked to print the configuration of the job, and nothing but it."""
+    shown = [after for flag, after in pairwise(arguments) if flag in ("--cfg", "-c")]
+    return shown == ["job"] and not set(arguments) & {"--package", "-p"}
+
+
+@contextmanager
+def annotated(name: str) -> Iterator[None]:
+    """Print what the body prints, YAML, with the comments of ``conf/``."""
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            yield
+    finally:
+        sys.stdout.write(commented(printed.getvalue(), Path(config_dir()), name))
 
 
 def help_text(name: str, module: ModuleType) -> str:
@@ -67,7 +89,7 @@ def help_text(name: str, module: ModuleType) -> str:
     return f"""{inspect.getdoc(module)}
 
 Every key with its comment: {config_dir()}/{name}.yaml and the folders beside it.
---cfg job prints the values of a run, --multirun sweeps, --hydra-help lists Hydra's own flags.
+--cfg job prints them as a run has them, --multirun sweeps, --hydra-help lists Hydra's own flags.
 """
 
 

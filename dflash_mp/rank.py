@@ -6,6 +6,7 @@ The launcher's environment says which role that is.
 import json
 import logging
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from dflash_mp.drafter.step import describe_objective
 from dflash_mp.job import Job, drafter_config
 from dflash_mp.profiling import recording
 from dflash_mp.published import adopt_shape, naming_source
+from dflash_mp.report.run_files import changes, flat
 from dflash_mp.resume import refuse_other_data
 from dflash_mp.roles.drafter import run_drafter
 from dflash_mp.roles.means import PROCESSES
@@ -90,6 +92,8 @@ def begin(cast: Cast, config: TrainConfig, folder: Path) -> Start:
     """Claim the run folder on rank 0; every rank learns where the run begins."""
 
     def claim() -> str:
+        changed = ", ".join(changes(flat(asdict(config)))) or "none"
+        log.info("settings that differ from the defaults: %s", changed)
         start = claim_folder(folder, config, cast.launcher.restarted)
         cast.launcher.claimed()
         path = start.checkpoint

@@ -7,11 +7,14 @@ import runpy
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from dflash_mp import cli
+from dflash_mp.config_comments import with_keys
 
 SCREEN_LINES, SCREEN_COLUMNS = 24, 100
 MODULES = [*cli.COMMANDS.values(), "dflash_mp.timeline", "dflash_mp.bench.data", "launch.spawn"]
@@ -59,8 +62,20 @@ def test_the_installed_command_passes_everything_on_to_the_module() -> None:
         text=True,
         check=True,
     )
-    assert "seed: 7" in module.stdout
+    assert OmegaConf.create(module.stdout).seed == 7
+    assert_commented(module.stdout.splitlines())
     assert dflash_mp("train", "--cfg", "job", "seed=7").stdout == module.stdout
+
+
+def assert_commented(lines: list[str]) -> None:
+    """Each key has its comment above it, or its section has."""
+    assert "# Seed of the initial weights, the order of the data and the anchors." in lines
+    bare = {
+        key
+        for (before, _), (line, key) in pairwise([("", ""), *with_keys(lines)])
+        if key and line.strip()[-1] != ":" and not before.lstrip().startswith("#")
+    }
+    assert bare == {"race.treatment", "race.i_know", "init.from", "init.revision"}
 
 
 @pytest.mark.parametrize("arguments", [[], ["fly"]])

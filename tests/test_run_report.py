@@ -16,7 +16,7 @@ from dflash_mp.config import UserError
 from dflash_mp.learning_config import OBJECTIVES
 from dflash_mp.metrics import empty_counts
 from dflash_mp.report.page import comparison_page, labels, run_page, write_report
-from dflash_mp.report.run_files import read_run
+from dflash_mp.report.run_files import changes, read_run
 from dflash_mp.report.sections import losses
 from dflash_mp.roles.live_report import LiveReport
 from dflash_mp.tracking import loss_panels
@@ -254,6 +254,17 @@ def test_runs_are_told_apart() -> None:
     assert labels([Path("/x/a"), Path("/x/b/")]) == ["a", "b"]
     assert labels([Path("/x/1/run"), Path("/x/2/run")]) == ["1/run", "2/run"]
     assert labels([Path("/x/run"), Path("/x/run")]) == ["1: run", "2: run"]
+
+
+def test_changes_are_told_as_they_are_typed() -> None:
+    same = {"seed": 0, "target.layer_ids": None}
+    assert changes(same) == []
+    told = changes(same | {"steps": 8, "trackers": [], "isolation": "threads"})
+    assert told == [
+        "steps=8 (default null)",
+        'trackers=[] (default ["tensorboard"])',
+        "isolation=threads (default processes)",
+    ]
 
 
 def test_losses_of_two_measures_never_share_an_axis(run: Path) -> None:

@@ -121,6 +121,21 @@ def default_settings() -> dict[str, Any]:
         return flat(OmegaConf.to_container(compose("train"), resolve=True))
 
 
+def changes(settings: Mapping[str, Any]) -> list[str]:
+    """What of ``settings``, by dotted keys, is not as in ``conf/train.yaml``, and what is there."""
+    default = default_settings()
+    return [
+        f"{key}={as_yaml(value)} (default {as_yaml(default.get(key))})"
+        for key, value in settings.items()
+        if value != default.get(key)
+    ]
+
+
+def as_yaml(value: Any) -> str:
+    """``value`` as it is written in a configuration, near enough."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
     """Nested mappings as dotted keys; an empty mapping is a value."""
     found: dict[str, Any] = {}
