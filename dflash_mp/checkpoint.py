@@ -123,7 +123,12 @@ class CheckpointWriter:
         except (OSError, SafetensorError) as error:
             self.error = error
             shutil.rmtree(partial, ignore_errors=True)
-            log.warning("checkpoint of step %d was not written, training goes on: %s", step, error)
+            log.warning(
+                "checkpoint of step %d was not written, training goes on: %s; make room in %s",
+                step,
+                error,
+                self.folder,
+            )
         else:
             self.error = None
             log.info("checkpoint of step %d: %.2f s", step, time.perf_counter() - begun)

@@ -1,6 +1,7 @@
 """A micro-batch that cannot be used is left out by all, counted and named."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from dflash_mp.features import FeatureBatch
 from dflash_mp.roles.step import SkippedTooMany, Skips
 from dflash_mp.roles.target import fill_in_parts, finite
+from dflash_mp.warn_once import warn_once
 
 
 def packed(lengths: list[int], padding: int = 2) -> FeatureBatch:
@@ -48,8 +50,24 @@ def test_a_batch_that_does_not_fit_is_filled_in_parts() -> None:
 def test_a_document_that_does_not_fit_alone_is_given_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     assert not fill_in_parts(Cramped(4), packed([3, 5, 2]))
     assert "out of memory on 1 documents at once" in caplog.text
+
+
+def test_what_comes_again_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("dflash_mp.test")
+    with caplog.at_level("INFO"):
+        for number in range(3):
+            warn_once(log, f"micro-batch {number}", "do this")
+        warn_once(log, "something else", "do that")
+    said = [(record.levelname, record.getMessage().split(" (")[0]) for record in caplog.records]
+    assert said == [
+        ("WARNING", "micro-batch 0; do this"),
+        ("INFO", "micro-batch 1"),
+        ("INFO", "micro-batch 2"),
+        ("WARNING", "something else; do that"),
+    ]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -63,6 +81,7 @@ def test_one_value_that_is_not_finite_is_seen(value: float) -> None:
 def test_a_run_of_skips_ends_the_job_and_a_good_batch_breaks_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     skips = Skips(3)
     assert [skips.note(n, "x") for n in (1, 2)] == [True, True]
     assert not skips.note(3, "")

@@ -19,9 +19,12 @@ from dflash_mp.drafter.step import BatchLoss, batch_loss
 from dflash_mp.features import FeatureBatch
 from dflash_mp.job import Job
 from dflash_mp.sentinel import Sentinel
+from dflash_mp.warn_once import warn_once
 from dflash_mp.wire.plan import Frame, Kind, Plan
 
 log = logging.getLogger(__name__)
+
+SKIP_ADVICE = "train/skipped counts them: if it grows, lower optim.lr, or see why its target failed"
 
 
 def take(
@@ -88,7 +91,7 @@ class Skips:
         self.run = self.run + 1 if reason else 0
         if not reason:
             return False
-        log.warning("micro-batch %d is skipped: %s", number, reason)
+        warn_once(log, f"micro-batch {number} is skipped: {reason}", SKIP_ADVICE)
         if self.run >= self.limit:
             raise SkippedTooMany(
                 f"{self.run} micro-batches in a row were skipped (failure.max_skips), the last "

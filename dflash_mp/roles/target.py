@@ -31,6 +31,7 @@ from dflash_mp.sentinel import Sentinel
 from dflash_mp.speculate import DecodeSettings
 from dflash_mp.target.frame_cache import MEMORY, FrameCache, fingerprint
 from dflash_mp.target.model import FeatureExtractor, load_target, load_tokenizer
+from dflash_mp.warn_once import warn_once
 from dflash_mp.wire.plan import Frame, Kind
 from dflash_mp.wire.stream import Sender
 from dflash_mp.wire.takeover import ElasticSender
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 TARGET_FINGERPRINT = "target"
 LAST_REQUEST = timedelta(days=7)
+MEMORY_ADVICE = "half of them are tried, which is slower: lower data.tokens_per_batch"
 SAMPLED = 64
 """Values of each parameter in a fingerprint."""
 
@@ -158,7 +160,7 @@ def fill_in_parts(extractor: FeatureExtractor, features: FeatureBatch) -> bool:
         return True
     except torch.OutOfMemoryError:
         documents = int(features.document_ids.max()) - int(features.document_ids[0]) + 1
-        log.warning("out of memory on %d documents at once", documents)
+        warn_once(log, f"out of memory on {documents} documents at once", MEMORY_ADVICE)
     if documents == 1:
         return False
     torch.cuda.empty_cache()

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from dflash_mp.cast import Cast
+from dflash_mp.warn_once import warn_once
 from dflash_mp.wire.edge import Edge
 from dflash_mp.wire.frame import Header, Layout
 from dflash_mp.wire.plan import Frame, Kind, Plan
@@ -44,6 +45,10 @@ from dflash_mp.wire.plan import Frame, Kind, Plan
 log = logging.getLogger(__name__)
 
 SENDER_SLOTS = 2
+UNSENT_ADVICE = (
+    "drafters leave it out: lower data.tokens_per_batch if memory is short, and try "
+    "target.dtype=float32 if values are not finite"
+)
 
 
 class StreamError(Exception):
@@ -231,7 +236,7 @@ class Sender:
             # torch's stubs know only text; the store takes bytes.
             self._store.set(f"ann/{frame.drafter}/{frame.k}", announcement)  # type: ignore[arg-type]
             if problem:
-                log.warning("micro-batch %d is not sent: %s", frame.number, problem)
+                warn_once(log, f"micro-batch {frame.number} is not sent: {problem}", UNSENT_ADVICE)
                 # Rows that the next frame leaves as they are must not hold what is not finite.
                 slot.zero_()
             else:

@@ -183,6 +183,7 @@ def test_a_frame_that_is_not_the_planned_one_is_refused_with_both_ends_named(
 def test_a_frame_that_cannot_be_made_comes_as_skip_and_is_never_seen(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     plan = Plan(heldout=0, training=8, per_step=1, drafters=1)
 
     def work(cast: Cast) -> object:
