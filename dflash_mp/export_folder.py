@@ -23,6 +23,7 @@ from dflash_mp.drafter.checkpoint_format import drafter_state, load_drafter, sav
 from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.model import DFlashDraftModel, DraftCache
 from dflash_mp.drafter.weight_files import SINGLE
+from dflash_mp.progress import progress_bar
 
 PARITY = "parity.json"
 CARD = "README.md"
@@ -43,10 +44,15 @@ def write_export(
         facts: JSON values about its making; the card shows those it knows (``CARD_FACTS``).
         head: the target's; with it the logits of the written and the trained weights are compared.
     """
-    save_drafter(model, folder)
     trained = DFlashDraftModel(model.config)
-    trained.load_state_dict(drafter_state(model, torch.float32))
-    before, after = probe(trained), probe(load_drafter(folder))
+    with progress_bar(desc="export", total=3, unit="part", delay=1, leave=False) as bar:
+        save_drafter(model, folder)
+        bar.update()
+        trained.load_state_dict(drafter_state(model, torch.float32))
+        before = probe(trained)
+        bar.update()
+        after = probe(load_drafter(folder))
+        bar.update()
     special = model.config.dflash_config
     parity = {
         "versions": {

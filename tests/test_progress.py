@@ -2,7 +2,11 @@
 
 import io
 
+import pytest
+from transformers.utils import logging as loading
+
 from dflash_mp.progress import ProgressLines, progress_bar
+from dflash_mp.target.model import show_loading
 
 
 def shown(**options: object) -> str:
@@ -37,3 +41,22 @@ def test_first_and_last_are_shown_where_no_interval_ends() -> None:
 def test_nothing_is_shown_of_a_bar_that_is_off_or_wiped() -> None:
     assert shown(disable=True) == ""
     assert "\r" not in shown(leave=False)
+
+
+def test_what_is_over_at_once_is_not_shown() -> None:
+    assert shown(delay=60, mininterval=0) == ""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_loading_is_shown_in_the_same_way_by_one_rank(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("_tqdm_hook", "_tqdm_active"):
+        monkeypatch.setattr(loading, name, getattr(loading, name))
+    monkeypatch.setenv("RANK", rank)
+    show_loading()
+    with loading.tqdm(["a", "b"], desc="Loading weights") as bar:
+        assert list(bar) == ["a", "b"]
+        assert isinstance(bar, ProgressLines) == (rank == "0")
+    # It took no second.
+    assert capsys.readouterr().err == ""

@@ -14,7 +14,6 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from dflash_mp.config import DataConfig, UserError, require
 from dflash_mp.data.conversations import UNREADABLE, parse_line, read_row, row_names
@@ -23,6 +22,7 @@ from dflash_mp.data.sources import Dropped, RawRow, Source, read_rows
 from dflash_mp.data.summary import Tally
 from dflash_mp.data.template import ChatFormat
 from dflash_mp.data.tokenize import Document, Tokenised, tokenise
+from dflash_mp.progress import progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +138,7 @@ def _chunks(
     raws = _raw_chunks(sources)
     head = list(islice(raws, ROWS_FOR_MANY_CORES // ROWS_PER_CHUNK))
     more = next(raws, None)
-    # Silent where nobody watches: a log does not need it.
-    progress = tqdm(desc=f"tokenising {key}", unit="row", disable=None, delay=1, leave=False)
+    progress = progress_bar(desc=f"tokenising {key}", unit="row", delay=1, leave=False)
     with progress:
         if more is None:
             for number, rows in head:

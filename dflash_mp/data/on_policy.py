@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from dflash_mp.data.documents import Corpus
+from dflash_mp.progress import progress_bar
 
 ROWS_PER_CHUNK = 256
 MARGIN = 0.05
@@ -68,7 +68,8 @@ def on_policy_score(model: Any, corpus: Corpus, documents: int, seed: int) -> On
     """
     chosen = np.random.default_rng(seed).permutation(len(corpus))[:documents]
     agreed, expected, tokens = [], 0.0, 0
-    for index in tqdm(sorted(chosen.tolist()), "scoring", unit=" documents", disable=None, delay=1):
+    numbers = sorted(chosen.tolist())
+    for index in progress_bar(iterable=numbers, desc="scoring", unit=" documents", delay=1):
         ids, mask = corpus.document(index)
         hits, probability = _first_choices(model, torch.from_numpy(ids.astype(np.int64)), mask)
         agreed.append((int(hits.sum()), len(hits)))

@@ -7,9 +7,11 @@ Legend: S token slots of a packed row, n tapped layers, H hidden size.
 """
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from dflash_mp.config import TargetConfig, UserError
 from dflash_mp.features import FeatureBatch
+from dflash_mp.progress import progress_bar
 from dflash_mp.target.smollm2 import converted_folder
 
 log = logging.getLogger(__name__)
@@ -84,8 +87,7 @@ def target_dtype(target: TargetConfig, device: torch.device) -> torch.dtype:
 
 def load_target(target: TargetConfig, device: torch.device) -> PreTrainedModel:
     """The frozen model in eval mode on ``device``."""
-    # Every target rank loads; as many bars in one terminal tell nobody anything.
-    transformers_logging.disable_progress_bar()
+    show_loading()
     log.info("loading target %s", target.name)
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -100,6 +102,20 @@ def load_target(target: TargetConfig, device: torch.device) -> PreTrainedModel:
             f"target.name={target.name}: cannot load it: {str(error).splitlines()[0]}"
         ) from None
     return model.to(device).eval().requires_grad_(False)
+
+
+def show_loading() -> None:
+    """Show how far transformers has loaded as our other progress is shown; on rank 0 only."""
+    if os.environ.get("RANK", "0") != "0":
+        # Every target rank loads; as many bars in one terminal tell nobody anything.
+        transformers_logging.disable_progress_bar()
+        return
+
+    def bar(factory: object, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        given = {"iterable": args[0]} if args else {}
+        return progress_bar(**given | options | {"delay": 1, "leave": False})
+
+    transformers_logging.set_tqdm_hook(bar)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
