@@ -189,6 +189,25 @@ def test_comparison_with_a_run_that_has_nothing_yet(run: Path, tmp_path: Path) -
     assert len(page.ids) == len(set(page.ids))
 
 
+def test_a_comparison_begins_with_what_was_set_differently(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    config = (run / "config.yaml").read_text().replace("run_name: a", "run_name: b")
+    (other / "config.yaml").write_text(config)
+    alike = Page(comparison_page([read_run(run), read_run(other)])).text
+    assert "the same settings in all of them" in alike
+    assert "do not compare" not in alike
+    changed = config.replace("0.125", "0.25") + "loss:\n  kind: tv\n"
+    (other / "config.yaml").write_text(changed)
+    (run / "config.yaml").write_text(config + "loss:\n  kind: kl\n")
+    told = Page(comparison_page([read_run(run), read_run(other)])).text
+    assert "Compared: run · other" in told
+    assert "loss.kind differs: training losses of these runs do not compare" in told
+    places = [told.index(word) for word in ("optim.lr0.1250.25", "steps88", "Tokens per second")]
+    assert places == sorted(places)
+    assert "run_name" not in told
+
+
 def test_a_run_that_was_killed_while_it_wrote(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 10, "seconds": 60.0, "train/lo')

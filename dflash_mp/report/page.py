@@ -1,12 +1,12 @@
 """``report.html`` of one run, and the page that compares several."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from dflash_mp.data.report_page import summary_sections
-from dflash_mp.markup import Html, code, document, folded, text
+from dflash_mp.markup import Html, code, document, folded, table, text
 from dflash_mp.report import blocks, sections
 from dflash_mp.report.run_files import RunFiles, read_run
 
@@ -58,7 +58,14 @@ def comparison_page(runs: Sequence[RunFiles]) -> Html:
     """Several runs side by side."""
     named = dict(zip(labels([run.folder for run in runs]), runs, strict=True))
     body = [
-        f"<h1>{text(' · '.join(named))}</h1>",
+        f"<h1>Compared: {text(' · '.join(named))}</h1>",
+        f"<p>{len(runs)} runs, a column each, and in the charts a colour each. What was set "
+        "differently comes first; what came of it, behind.</p>",
+        *_listed(named),
+        "<h2>Settings that differ</h2>",
+        _warning(sections.not_comparable(named)),
+        sections.different_settings(named) or _absent("none: the same settings in all of them"),
+        "<h2>Results</h2>",
         sections.overview(named),
         "<h2>Training</h2>",
         _charts(sections.curves(named), "nothing has been logged yet"),
@@ -66,10 +73,21 @@ def comparison_page(runs: Sequence[RunFiles]) -> Html:
         _charts(sections.acceptance(named), "nothing has been measured yet (data.heldout)"),
         "<h2>Where the time went</h2>",
         _charts(sections.times(named), "no times have been logged yet"),
-        "<h2>Settings that differ</h2>",
-        sections.settings_table({name: run.settings for name, run in named.items()}),
     ]
     return document(f"{len(runs)} runs compared", body)
+
+
+def _listed(runs: Mapping[str, RunFiles]) -> list[Html]:
+    """Which folders the names stand for, and the commands of the runs."""
+    rows = [
+        [text(name), code(run.folder), code(" ".join(run.facts.get("command", [])))]
+        for name, run in runs.items()
+    ]
+    return [folded("folders and commands", table(["run", "folder", "command"], rows))]
+
+
+def _warning(lines: Sequence[str]) -> Html:
+    return f'<p class="warning">{"<br>".join(map(text, lines))}</p>' if lines else ""
 
 
 def labels(folders: Sequence[Path]) -> list[str]:

@@ -12,7 +12,7 @@ from dflash_mp.acceptance_summary import merge_results
 from dflash_mp.charts import Points, areas, bars, lines
 from dflash_mp.learning_config import CROSS_ENTROPY, OBJECTIVES
 from dflash_mp.markup import Html, cell, code, table
-from dflash_mp.report.run_files import RunFiles, default_settings
+from dflash_mp.report.run_files import RunFiles, as_yaml, default_settings
 
 Runs = Mapping[str, RunFiles]
 
@@ -42,6 +42,17 @@ REST = {
     "main drafter": "evaluating, logging, saving",
 }
 ABSENT = "-"
+NAMES = ("run_name", "output_dir")
+"""Settings that say nothing of a run but how it is called."""
+COMPARED_BY = {
+    "target.name": "acceptance lengths and speeds",
+    "data.heldout": "acceptance lengths and held-out losses",
+    "evaluate.max_rows": "simulated acceptance lengths and held-out losses",
+    "evaluate.decode_prompts": "decoded acceptance lengths",
+    "evaluate.max_new_tokens": "decoded acceptance lengths",
+    "loss.kind": "training losses",
+}
+"""Settings that have to be the same, and for what."""
 
 
 def curves(runs: Runs) -> list[Html]:
@@ -191,12 +202,36 @@ def changed_settings(runs: Runs) -> Html:
     return settings_table({n: values for n, values in columns.items() if values})
 
 
+def different_settings(runs: Runs) -> Html:
+    """Keys on which runs do not agree, but for their own names; empty if there are none."""
+    columns = {
+        name: {key: value for key, value in run.settings.items() if key not in NAMES}
+        for name, run in runs.items()
+        if run.settings
+    }
+    alike = all(values == next(iter(columns.values())) for values in columns.values())
+    return "" if alike else settings_table(columns)
+
+
+def not_comparable(runs: Runs) -> list[str]:
+    """Why numbers of these runs cannot be held against each other."""
+    found = []
+    for key, what in COMPARED_BY.items():
+        values = [str(run.settings[key]) for run in runs.values() if key in run.settings]
+        if len(set(values)) > 1:
+            found.append(f"{key} differs: {what} of these runs do not compare")
+    unknown = [name for name, run in runs.items() if not run.settings]
+    if unknown:
+        found.append(f"the settings of {', '.join(unknown)} are not known: no config.yaml")
+    return found
+
+
 def settings_table(columns: Mapping[str, Mapping[str, Any]]) -> Html:
     """The keys on which ``columns`` do not agree."""
     keys: Sequence[str] = list(dict.fromkeys(key for values in columns.values() for key in values))
     rows = []
     for key in keys:
-        values = [str(values.get(key, ABSENT)) for values in columns.values()]
+        values = [as_yaml(values.get(key, ABSENT)) for values in columns.values()]
         if len(set(values)) > 1:
             rows.append([code(key), *map(code, values)])
     return table(["key", *columns], rows)
