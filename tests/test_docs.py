@@ -1,15 +1,22 @@
 """README and docs/ name only what exists: links, files, commands, keys and make targets.
 
-A command that needs GPUs stands in a block with a line that begins ``# needs GPUs``; all others
-are for any machine. The rule is told to people in docs/contributing.md.
+A block of commands that no test runs says why in a line (``MARKS``); all others are run here, on a
+tiny target. The rule is told to people in docs/contributing.md.
 """
 
 import importlib
 import importlib.util
+import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -49,6 +56,25 @@ CPU_TARGETS = ("smollm2",)
 NO_WEIGHTS = ("dflash_mp.plan", "dflash_mp.export")
 """Modules that run anywhere whatever the target."""
 
+MARKS = ("# needs GPUs", "# needs the hub", "# runs for minutes")
+PROGRAMS = (
+    *("python", "torchrun", "dflash-mp", "make", "pip", "pytest", "vllm", "sbatch", "eval", "git"),
+)
+RUN_ELSEWHERE = {
+    'eval "$(dflash-mp --completion)"': "test_commands.py",
+    "python -m dflash_mp.diagnostics.race scenario=call-in-make-fx treatment=patch-after": (
+        "diagnostics/test_race_command.py"
+    ),
+}
+"""Unmarked commands and the test that does the same."""
+ON_TINY_TARGET = {
+    "dflash_mp.evaluate": ["max_new_tokens=4", "data.max_prompts=1", "run_name=evaluate"],
+    "dflash_mp.data.report": ["data.heldout=null", "data.cache_dir=cache"],
+    "dflash_mp.data.generate": ["max_new_tokens=4"],
+}
+"""Modules that load a target, and what makes them quick."""
+REFUSED = ("gpu.memory_gb=40",)
+"""Overrides of commands that are there for what they refuse."""
 OF_TORCH = ("torch/", "eval_frame.py")
 MADE_BY_RUNS = ("outputs/", "README.md")
 
@@ -185,6 +211,92 @@ def test_blocks_that_need_gpus_say_so(page: Path) -> None:
         lines = lines_of(block)
         found = [command for line in lines if (command := command_of(line)) is not None]
         needs = [c.line for c in found if c.needs_gpus]
-        needs += [line for line in lines if line.startswith(("vllm ", "python -m sglang"))]
+        needs += [line for line in lines if line.startswith(("vllm", "python -m sglang", "sbatch"))]
         marked = any(line.startswith("# needs GPUs") for line in block.splitlines())
         assert marked == bool(needs), f"{page.name}: {needs or block}"
+
+
+def unmarked(page: Path) -> list[str]:
+    """The lines of a page that run a program and do not stand in a block with a mark."""
+    return [
+        line
+        for block in blocks(page.read_text())
+        if not any(line.startswith(MARKS) for line in block.splitlines())
+        for line in lines_of(block)
+        if line.startswith(tuple(f"{program} " for program in PROGRAMS))
+    ]
+
+
+def run_here() -> list[str]:
+    """The commands that the test below runs."""
+    lines = dict.fromkeys(line for page in PAGES for line in unmarked(page))
+    return [line for line in lines if line not in RUN_ELSEWHERE]
+
+
+def quick(line: str, target: Path) -> list[str]:
+    """The module of a command and its arguments, changed to run on a tiny target."""
+    module, *words = shlex.split(line)[2:]
+    if module in ON_TINY_TARGET:
+        words += [f"target.name={target}", *ON_TINY_TARGET[module]]
+    return [module, *words]
+
+
+def exit_code(line: str) -> int:
+    """What a command should end with."""
+    return 2 if set(REFUSED) & set(line.split()) else 0
+
+
+def test_commands_without_a_mark_can_be_run() -> None:
+    for line in run_here():
+        command = command_of(line)
+        assert command, f"{line}: no test can run it; say why in a mark"
+        assert line.startswith("python -m dflash_mp."), f"{line}: starts ranks; say why in a mark"
+    assert all((ROOT / "tests" / name).is_file() for name in RUN_ELSEWHERE.values())
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_every_command_without_a_mark_runs(
+    launch: Callable[..., Any], tiny_target: Path, conversations: Path, tmp_path: Path
+) -> None:
+    """In a folder with one tiny run, under all the names that the pages use."""
+    profile = ["profile=steps", "profile.skip=1", "profile.record=1"]
+    run = tmp_path / "run"
+    ended = launch(2, *profile, f"output_dir={run}")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    make_files(tmp_path, run, conversations)
+    given = [[exit_code(line), *quick(line, tiny_target)] for line in run_here()]
+    assert len(given) > 10
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "many_commands.py"],
+        input=json.dumps(given),
+        text=True,
+        capture_output=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def make_files(folder: Path, run: Path, conversations: Path) -> None:
+    """What the commands read: data, runs, exports."""
+    rows = [json.loads(line) for line in conversations.read_text().splitlines()]
+    names = {"user": "customer", "assistant": "agent"}
+    files = {
+        "my": rows,
+        "prompts": [row | {"messages": row["messages"][:1]} for row in rows[:3]],
+        "dialogues": [
+            {"dialogue": [turn | {"role": names[turn["role"]]} for turn in row["messages"]]}
+            for row in rows
+        ],
+    }
+    for name, content in files.items():
+        text = "".join(json.dumps(row) + "\n" for row in content)
+        (folder / f"{name}.jsonl").write_text(text)
+    for name in ("my_run", "profiled", "smollm2_narrow"):
+        shutil.copytree(run, folder / "outputs" / name)
+    (last,) = (run / "checkpoints").glob("step-*4")
+    shutil.copytree(last, folder / "outputs" / "my_run" / "checkpoints" / "step-500")
+    (folder / "tests").symlink_to(ROOT / "tests")
