@@ -12,10 +12,16 @@ import sys
 import tempfile
 import time
 
-import hydra  # noqa: F401
 import matplotlib.pyplot  # noqa: F401
 import torch
-import transformers  # noqa: F401
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM  # noqa: F401
+
+# What most of the commands would spend their time on.
+from dflash_mp.acceptance import evaluate_prompts  # noqa: F401
+from dflash_mp.data.corpus import prepare  # noqa: F401
+from dflash_mp.export_folder import write_export  # noqa: F401
+from dflash_mp.plan.plan import make_plan  # noqa: F401
+from dflash_mp.target.model import load_target  # noqa: F401
 
 
 def run(words: list[str]) -> int:
