@@ -182,7 +182,7 @@ class WireConfig:
     def __post_init__(self) -> None:
         one_of("wire.edge", self.edge, ("auto", "gloo", "nccl", "shm"))
         require(self.slots >= 1, f"wire.slots={self.slots}: must be at least 1")
-        one_of("wire.dtype", self.dtype, ("bfloat16", "float32"))
+        one_of("wire.dtype", self.dtype, ("bfloat16", "float32", "fp8", "int8"))
         require(self.timeout_s > 0, f"wire.timeout_s={self.timeout_s}: must be positive")
 
 

@@ -30,7 +30,13 @@ class FeatureBatch:
     """``[S]`` uint8, 1 where the token is a supervised response token."""
 
     hidden_states: Tensor
-    """``[S, n * H]`` outputs of the ``n`` tapped target layers, concatenated in layer order."""
+    """``[S, n * H]`` outputs of the ``n`` tapped target layers, concatenated in layer order.
+
+    On a quantised wire they are codes (``quantise``), with ``hidden_scales``.
+    """
 
     final_hidden: Tensor | None = None
     """``[S, H]`` input of the target's LM head (after the final norm), when the loss needs it."""
+
+    hidden_scales: Tensor | None = None
+    """``[S, n]`` float32; only on the way, the drafter's loop gets values."""

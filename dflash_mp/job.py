@@ -107,6 +107,7 @@ class Job:
         hidden = self.target_config.get_text_config().hidden_size
         return Layout(
             tokens=self.config.data.tokens_per_batch,
+            taps=len(self.layer_ids),
             hidden_width=hidden * len(self.layer_ids),
             final_width=hidden if self.config.loss.reads_target else 0,
             dtype=DTYPES[self.config.wire.dtype],

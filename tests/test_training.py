@@ -70,7 +70,7 @@ def test_weights_are_bit_equal_for_any_targets_slots_edge_launcher_and_delay(
 
 def test_kept_frames_change_nothing(launch: Launch, tmp_path: Path) -> None:
     """Three epochs from kept frames, against the same epochs with the target run every time."""
-    epochs = ["steps=null", "epochs=3", "micro_batches_per_step=4"]
+    epochs = ["steps=null", "epochs=3", "micro_batches_per_step=4", "wire.dtype=fp8"]
     jobs = {
         "captured every time": ["features.cache=ram", "features.cache_gb=1e-9"],
         "ram": ["features.cache=ram"],

@@ -184,7 +184,8 @@ def real_work(run: PlanRun, sizes: Sizes, config: Qwen3Config) -> dict[str, Call
 def random_batch(run: PlanRun, sizes: Sizes) -> FeatureBatch:
     """A full micro-batch of documents of one length, each with a prompt."""
     tokens, length = run.tokens_per_batch, run.document_tokens
-    layout = Layout(tokens, sizes.taps * sizes.target.hidden, 0, DTYPES[run.wire.dtype])
+    width = sizes.taps * sizes.target.hidden
+    layout = Layout(tokens, sizes.taps, width, 0, DTYPES[run.wire.dtype]).plain
     batch = layout.view(layout.allocate(torch.device("cpu")), 0)
     slot = torch.arange(tokens)
     batch.input_ids.copy_(torch.randint(1, sizes.target.vocabulary, (tokens,)))

@@ -66,7 +66,7 @@ def main(trials_path: Path, results_path: Path) -> None:
 
 def layout(trial: dict[str, Any]) -> Layout:
     """Frames whose hidden states have the trial's size."""
-    return Layout(TOKENS, trial["nbytes"] // (2 * TOKENS), 0, torch.bfloat16)
+    return Layout(TOKENS, 1, trial["nbytes"] // (2 * TOKENS), 0, torch.bfloat16)
 
 
 def meet(cast: Cast, where: str) -> None:

@@ -20,7 +20,7 @@ CPU_RESERVE = 0.6e9
 
 ADVICE = {
     "weights": "take a GPU with more memory, a smaller target, or target.dtype=bfloat16",
-    "ring": "lower wire.slots or tokens_per_batch, or use wire.dtype=bfloat16",
+    "ring": "lower wire.slots or tokens_per_batch, or use wire.dtype=bfloat16 or fp8",
     "activations": "lower tokens_per_batch or drafter.anchors_per_batch",
     "optimizer": "lower drafter.layers, or take a GPU with more memory",
     "head": "take a GPU with more memory, or drafter.precision=bfloat16",

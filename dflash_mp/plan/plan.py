@@ -32,9 +32,6 @@ from dflash_mp.plan.work import (
 from dflash_mp.target.model import target_dtype
 from dflash_mp.wire.frame import DTYPES, Layout
 
-PADDING_FRAMES = 1
-"""Frames that a drafter holds beside its ring."""
-
 MASTER_BYTES = 12
 """A checkpoint's bytes for each parameter: fp32 weights and two moments."""
 
@@ -55,6 +52,9 @@ class Sizes:
     frame: int
     """Bytes of a micro-batch on the wire."""
 
+    beside_ring: int
+    """Bytes of a drafter's other frames, which are not in flight."""
+
     batch: Batch
     target_dtype: torch.dtype
     drafter_dtype: torch.dtype
@@ -68,6 +68,7 @@ def measure_sizes(run: PlanRun) -> Sizes:
     final = run.loss.reads_target
     layout = Layout(
         tokens=run.tokens_per_batch,
+        taps=len(taps),
         hidden_width=len(taps) * target.hidden,
         final_width=target.hidden if final else 0,
         dtype=DTYPES[run.wire.dtype],
@@ -86,6 +87,8 @@ def measure_sizes(run: PlanRun) -> Sizes:
         depth=len(target.layers) if final else taps[-1] + 1,
         taps=len(taps),
         frame=layout.nbytes,
+        # Padding, and where a quantised frame's values go.
+        beside_ring=layout.plain.nbytes * (2 if layout.quantised else 1),
         batch=batch,
         target_dtype=target_dtype(run.target, torch.device("cpu" if run.gpu.cpu else "cuda")),
         drafter_dtype=product_dtype(run),
@@ -161,7 +164,7 @@ def memory_of(sizes: Sizes, run: PlanRun) -> dict[str, Parts]:
             sizes.drafter,
             sizes.drafter_parameters,
             rows,
-            (run.wire.slots + PADDING_FRAMES) * sizes.frame,
+            run.wire.slots * sizes.frame + sizes.beside_ring,
             run.loss.rows_per_chunk,
             sizes.target.tied,
             sizes.drafter_dtype.itemsize,

@@ -102,7 +102,8 @@ class Skips:
 
 def empty_batch(job: Job, device: torch.device) -> FeatureBatch:
     """A micro-batch without documents: a loss of zero with a complete graph."""
-    padding = job.layout.view(job.layout.allocate(device), -1)
+    plain = job.layout.plain
+    padding = plain.view(plain.allocate(device), -1)
     padding.document_ids.fill_(-1)
     return padding
 

@@ -144,7 +144,9 @@ def fill(
 
 def finite(features: FeatureBatch) -> Tensor:
     """Whether all hidden states are finite, as a scalar bool on their device."""
-    total = features.hidden_states.sum(dtype=torch.float32)
+    # The scale of a row that is not finite is not finite either.
+    scales = features.hidden_scales
+    total = (features.hidden_states if scales is None else scales).sum(dtype=torch.float32)
     if features.final_hidden is not None:
         total = total + features.final_hidden.sum(dtype=torch.float32)
     return torch.isfinite(total)

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from dflash_mp.config import TargetConfig, UserError
 from dflash_mp.features import FeatureBatch
 from dflash_mp.progress import progress_bar
+from dflash_mp.quantise import quantise
 from dflash_mp.target.smollm2 import converted_folder
 
 log = logging.getLogger(__name__)
@@ -233,7 +234,11 @@ class FeatureExtractor:
     ) -> None:
         width = hidden[0].shape[-1]
         for index, state in enumerate(hidden):
-            frame.hidden_states[row, index * width : (index + 1) * width].copy_(state)
+            slots = frame.hidden_states[row, index * width : (index + 1) * width]
+            if frame.hidden_scales is None:
+                slots.copy_(state)
+            else:
+                quantise(state, slots, frame.hidden_scales[row, index])
         if final is not None and frame.final_hidden is not None:
             frame.final_hidden[row].copy_(final)
 

@@ -4,18 +4,25 @@ Legend: S token slots, n tapped layers, H hidden size of the target.
 """
 
 import struct
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dflash_mp.features import FeatureBatch
+from dflash_mp.quantise import LARGEST, dequantise
 
 MAGIC = 0x444D5031
 VERSION = 2
 HEADER = struct.Struct("<9q")
 ALIGNMENT = 256
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+"""Types of hidden states on the wire by ``wire.dtype``."""
 
 
 class FrameError(Exception):
@@ -63,9 +70,14 @@ class Header:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor of a FeatureBatch lies in a frame; the same for every frame of a run."""
+    """Where each tensor of a FeatureBatch lies in a frame; the same for every frame of a run.
+
+    ``hidden_width`` is that of ``taps`` layers together; ``final_width`` is 0 without
+    ``final_hidden``, which is never quantised: labels come from it.
+    """
 
     tokens: int
+    taps: int
     hidden_width: int
     final_width: int
     dtype: torch.dtype
@@ -82,8 +94,20 @@ class Layout:
             ("hidden_states", self.dtype, (slots, self.hidden_width)),
         ]
         if self.final_width:
-            rows.append(("final_hidden", self.dtype, (slots, self.final_width)))
+            rows.append(("final_hidden", self.plain.dtype, (slots, self.final_width)))
+        if self.quantised:
+            rows.append(("hidden_scales", torch.float32, (slots, self.taps)))
         return rows
+
+    @property
+    def quantised(self) -> bool:
+        """Whether hidden states are codes with scales."""
+        return self.dtype in LARGEST
+
+    @property
+    def plain(self) -> "Layout":
+        """What a drafter computes with: values instead of codes."""
+        return replace(self, dtype=torch.bfloat16) if self.quantised else self
 
     @property
     def nbytes(self) -> int:
@@ -102,6 +126,14 @@ class Layout:
             tensors[field] = buffer[start:end].view(dtype).view(shape)
             start += aligned(end - start)
         return FeatureBatch(number=number, **tensors)
+
+
+def decode(batch: FeatureBatch, into: FeatureBatch) -> FeatureBatch:
+    """``batch`` with values instead of codes; they are written into ``into``, of ``plain``."""
+    if batch.hidden_scales is None:
+        return batch
+    dequantise(batch.hidden_states, batch.hidden_scales, into.hidden_states)
+    return replace(batch, hidden_states=into.hidden_states, hidden_scales=None)
 
 
 def zeroed(nbytes: int, device: torch.device) -> Tensor:

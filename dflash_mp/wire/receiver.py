@@ -11,7 +11,7 @@ from torch import Tensor
 from dflash_mp.cast import Cast
 from dflash_mp.features import FeatureBatch
 from dflash_mp.wire.edge import Edge
-from dflash_mp.wire.frame import FrameError, Header, Layout
+from dflash_mp.wire.frame import FrameError, Header, Layout, decode
 from dflash_mp.wire.plan import Frame, Kind, Plan
 from dflash_mp.wire.stream import Clock, Helper, await_key, recorded
 from dflash_mp.wire.takeover import Debts
@@ -36,8 +36,11 @@ class Receiver:
         self.bytes = 0
         # All edges of a drafter land in the same slots.
         self._ring = next(iter(edges.values())).buffers(layout.nbytes, slots)
-        self._padding = layout.view(layout.allocate(cast.device), -1)
+        plain = layout.plain
+        self._padding = plain.view(plain.allocate(cast.device), -1)
         self._padding.document_ids.fill_(-1)
+        # Where the values of a quantised batch are, until the next one is asked for.
+        self._decoded = plain.view(plain.allocate(cast.device), -1) if layout.quantised else None
         self._ready_store = cast.client()
         self._credit_store = cast.client()
         self._done: queue.Queue[tuple[int, torch.cuda.Event | None] | None] = queue.Queue()
@@ -55,7 +58,8 @@ class Receiver:
             with self.clock.span("recv_wait"):
                 slot = self._pump.take()
             if isinstance(slot, Tensor):
-                yield frame, self.layout.view(slot, frame.number)
+                batch = self.layout.view(slot, frame.number)
+                yield frame, batch if self._decoded is None else decode(batch, self._decoded)
             else:
                 assert isinstance(slot, Kind)
                 yield replace(frame, kind=slot), self._padding

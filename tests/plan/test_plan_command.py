@@ -102,7 +102,7 @@ def test_saved_activations_are_those_that_autograd_keeps(tmp_path: Path) -> None
     model = DFlashDraftModel(sizes.drafter)
     model.init_weights(0)
     head = FrozenHead(torch.randn(64, 256))
-    layout = Layout(256, sizes.taps * 256, 0, torch.float32)
+    layout = Layout(256, sizes.taps, sizes.taps * 256, 0, torch.float32)
     batch = layout.view(layout.allocate(torch.device("cpu")), 0)
     batch.position_ids.copy_(torch.arange(256))
     batch.loss_mask.fill_(1)

@@ -65,7 +65,7 @@ def settings(folder: Path, *overrides: str) -> PlanRun:
 
 def filled(sizes: Sizes) -> FeatureBatch:
     """Documents of one length, all of it supervised."""
-    layout = Layout(TOKENS, sizes.taps * sizes.target.hidden, 0, DTYPES["float32"])
+    layout = Layout(TOKENS, sizes.taps, sizes.taps * sizes.target.hidden, 0, DTYPES["float32"])
     batch = layout.view(layout.allocate(torch.device("cpu")), 0)
     slot = torch.arange(TOKENS)
     batch.input_ids.copy_(slot % 500)

@@ -5,13 +5,16 @@ import struct
 import pytest
 import torch
 
-from dflash_mp.wire.frame import ALIGNMENT, FrameError, Header, Layout
+from dflash_mp.wire.frame import ALIGNMENT, DTYPES, FrameError, Header, Layout
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 300])
 @pytest.mark.parametrize("final_width", [0, 5])
-def test_sections_keep_their_values_and_do_not_overlap(tokens: int, final_width: int) -> None:
-    layout = Layout(tokens, hidden_width=12, final_width=final_width, dtype=torch.bfloat16)
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8", "int8"])
+def test_sections_keep_their_values_and_do_not_overlap(
+    tokens: int, final_width: int, kind: str
+) -> None:
+    layout = Layout(tokens, 3, hidden_width=12, final_width=final_width, dtype=DTYPES[kind])
     buffer = layout.allocate(torch.device("cpu"))
     batch = layout.view(buffer, number=3)
     generator = torch.Generator().manual_seed(tokens)
@@ -25,7 +28,15 @@ def test_sections_keep_their_values_and_do_not_overlap(tokens: int, final_width:
         assert torch.equal(getattr(again, field), value)
     assert again.number == 3
     assert (again.final_hidden is None) == (final_width == 0)
+    assert (again.hidden_scales is None) == (kind == "bfloat16")
     assert buffer.numel() % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_a_quantised_frame_is_little_more_than_half_as_large(dtype: str) -> None:
+    """The default run's: 1024 tokens, five layers of 576."""
+    sizes = [Layout(1024, 5, 5 * 576, 0, DTYPES[name]).nbytes for name in (dtype, "bfloat16")]
+    assert 0.5 < sizes[0] / sizes[1] < 0.51
 
 
 def test_header_round_trip() -> None:

@@ -10,14 +10,15 @@ import torch
 
 from dflash_mp.cast import Cast
 from dflash_mp.features import FeatureBatch
+from dflash_mp.quantise import quantise
 from dflash_mp.wire.connect import open_edges
 from dflash_mp.wire.edge import Edge
-from dflash_mp.wire.frame import FrameError, Header, Layout
+from dflash_mp.wire.frame import DTYPES, FrameError, Header, Layout
 from dflash_mp.wire.plan import Frame, Kind, Plan
 from dflash_mp.wire.receiver import Receiver
 from dflash_mp.wire.stream import SENDER_SLOTS, Sender, StreamError
 
-LAYOUT = Layout(tokens=16, hidden_width=4, final_width=0, dtype=torch.float32)
+LAYOUT = Layout(tokens=16, taps=1, hidden_width=4, final_width=0, dtype=torch.float32)
 TIMEOUT = timedelta(seconds=20)
 Cluster = Callable[..., list[object]]
 
@@ -79,6 +80,36 @@ def test_every_drafter_gets_its_frames_in_order_with_their_content(
     assert sum(results[:targets]) == 3 + 23
     for drafter, received in enumerate(results[targets:]):
         assert received == list(plan.received(drafter))
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_a_drafter_gets_values_where_codes_are_sent(cluster: Cluster, dtype: str) -> None:
+    layout = Layout(tokens=16, taps=2, hidden_width=8, final_width=4, dtype=DTYPES[dtype])
+    plan = Plan(heldout=0, training=6, per_step=1, drafters=1)
+    values = torch.arange(128.0).reshape(16, 8) - 60
+
+    def work(cast: Cast) -> object:
+        edges = open_edges(cast, "shm", 2 * layout.nbytes, TIMEOUT)
+        if cast.place.role == "target":
+            sender = Sender(cast, plan, layout, 2, edges, TIMEOUT)
+            for frame in sender.claims():
+                batch = layout.view(sender.slot(), frame.number)
+                for tap, part in enumerate(values.chunk(2, 1)):
+                    columns = slice(4 * tap, 4 * tap + 4)
+                    codes, scales = batch.hidden_states[:, columns], batch.hidden_scales[:, tap]
+                    quantise(part * (1 + frame.number), codes, scales)
+                batch.final_hidden.fill_(frame.number)
+                sender.submit(sender.slot(), frame)
+            sender.finish()
+            return None
+        for frame, batch in Receiver(cast, plan, layout, 2, edges, TIMEOUT):
+            assert batch.hidden_states.dtype == torch.bfloat16
+            expected = (values * (1 + frame.number)).bfloat16()
+            torch.testing.assert_close(batch.hidden_states, expected, rtol=0.07, atol=2.0)
+            assert (batch.final_hidden == frame.number).all()
+        return True
+
+    assert cluster(1, 1, work)[1]
 
 
 @pytest.mark.parametrize("slots", [1, 3])
