@@ -70,6 +70,17 @@ def test_hours_and_disk_follow_the_data_and_the_policy() -> None:
     )
 
 
+def test_a_quantised_wire_halves_the_load_and_a_drafter_pays_for_the_values() -> None:
+    wide, narrow = measure_sizes(settings()), measure_sizes(settings("wire.dtype=fp8"))
+    assert 0.5 < narrow.frame / wide.frame < 0.51
+    # The ring shrinks; padding and the values of one frame stay in bfloat16.
+    assert wide.beside_ring == wide.frame
+    assert 1.99 < narrow.beside_ring / wide.frame <= 2.01
+    plans = make_plan(settings()), make_plan(settings("wire.dtype=fp8"))
+    loads = [plan["wire"]["drafter_receives"] for plan in plans]
+    assert loads[1] / loads[0] == pytest.approx(narrow.frame / wide.frame)
+
+
 def test_what_does_not_fit_is_refused_with_the_part_to_change() -> None:
     with pytest.raises(UserError, match=r"a target rank needs 5\d\.. GB \(weights 53.*smaller"):
         make_plan(settings("gpu.memory_gb=40"))
