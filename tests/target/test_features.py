@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Ne
 
 from dflash_mp.config import TargetConfig
 from dflash_mp.features import FeatureBatch
+from dflash_mp.roles.target import finite
 from dflash_mp.target.model import FeatureExtractor, decoder_layers, load_target, padded_rows
+from dflash_mp.wire.frame import DTYPES, Layout, decode
 
 TINY = {
     "hidden_size": 32,
@@ -74,6 +76,32 @@ def test_features_are_hidden_states_of_id_plus_one_bit_for_bit(kind: str) -> Non
     states = hidden_states_of(model, batch.input_ids)
     expected = torch.cat([states[i + 1][0] for i in LAYER_IDS], dim=-1)
     assert torch.equal(batch.hidden_states, expected)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "hybrid"])
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_codes_stand_for_the_hidden_states_and_tell_when_these_are_not_finite(
+    kind: str, dtype: str
+) -> None:
+    model, plain = tiny_model(kind), packed(LENGTHS, 200, 64)
+    layout = Layout(200, 2, 64, 0, DTYPES[dtype])
+    sent, values = (
+        shape.view(shape.allocate(torch.device("cpu")), 0) for shape in (layout, layout.plain)
+    )
+    for field in ("input_ids", "position_ids", "document_ids"):
+        getattr(sent, field).copy_(getattr(plain, field))
+    for batch in (plain, sent):
+        FeatureExtractor(model, LAYER_IDS).fill(batch)
+    used = sum(LENGTHS)
+    expected = plain.hidden_states[:used].unflatten(1, (2, 32))
+    found = decode(sent, values).hidden_states[:used].float().unflatten(1, (2, 32))
+    # A 16th in fp8, and bfloat16 behind it; half a scale in int8.
+    bound = 0.07 * expected.abs() + 0.005 * expected.abs().amax(-1, keepdim=True)
+    assert ((found - expected).abs() <= bound).all()
+    assert finite(sent)
+    decoder_layers(model)[2].register_forward_hook(lambda _, __, out: out * torch.nan)
+    FeatureExtractor(model, LAYER_IDS).fill(sent)
+    assert not finite(sent)
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
