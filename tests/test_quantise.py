@@ -70,5 +70,7 @@ def test_what_is_not_finite_shows_in_the_scale(dtype: torch.dtype, bad: float) -
 
 @TYPES
 def test_the_smallest_numbers_stay_numbers(dtype: torch.dtype) -> None:
-    found, _ = there_and_back(torch.full((1, 1, 4), 1e-44), dtype)
-    assert torch.isfinite(found).all()
+    """A scale of a few of the smallest steps of float32 is far from what it should be."""
+    values = torch.arange(1.0, 2000.0)[:, None, None] * 2.0**-149
+    found, _ = there_and_back(values, dtype)
+    assert ((found >= 0) & (found <= 2 * values.double().max())).all()

@@ -19,7 +19,7 @@ from dflash_mp.wire.frame import FrameError
 from dflash_mp.wire.shared_edge import EdgeError, SharedEdge, SharedMemory
 
 SLOT = 4096
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=5)
 Pair = tuple[SharedEdge, SharedEdge]
 
 
