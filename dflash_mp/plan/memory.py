@@ -4,10 +4,13 @@ Legend as in ``work``.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from transformers import Qwen3Config
 
 from dflash_mp.config import UserError
+from dflash_mp.drafter.attention import BLOCKS_PER_GROUP
+from dflash_mp.drafter.model import BLOCKS_PER_SLICE
 from dflash_mp.plan.shapes import TargetShape
 from dflash_mp.plan.work import Rows
 from dflash_mp.wire.stream import SENDER_SLOTS
@@ -21,7 +24,8 @@ CPU_RESERVE = 0.6e9
 ADVICE = {
     "weights": "take a GPU with more memory, a smaller target, or target.dtype=bfloat16",
     "ring": "lower wire.slots or tokens_per_batch, or use wire.dtype=bfloat16 or fp8",
-    "activations": "lower tokens_per_batch or drafter.anchors_per_batch",
+    "activations": "lower tokens_per_batch or drafter.anchors_per_batch; a drafter with flex: also "
+    "drafter.activation_checkpointing=true",
     "optimizer": "lower drafter.layers, or take a GPU with more memory",
     "head": "take a GPU with more memory, or drafter.precision=bfloat16",
     "logits": "lower loss.rows_per_chunk",
@@ -58,14 +62,41 @@ def target_memory(
     }
 
 
+@dataclass(frozen=True)
+class Learning:
+    """How a drafter makes its gradient."""
+
+    rows: Rows
+    """Of a micro-batch."""
+
+    keys: float
+    """That a block slot is multiplied with."""
+
+    itemsize: int
+    """Of matrix products."""
+
+    sliced: bool
+    """Whether a few blocks go through forward and backward at a time (all do with flex)."""
+
+    recomputed: bool
+    """Whether the backward makes the activations of a layer again."""
+
+    def at_a_time(self, block_size: int) -> Rows:
+        """Rows whose activations exist together."""
+        slots = BLOCKS_PER_SLICE * block_size
+        if not self.sliced or self.rows.block <= slots:
+            return self.rows
+        last = round(self.rows.last * slots / self.rows.block)
+        return Rows(self.rows.context, slots, last)
+
+
 def drafter_memory(
     config: Qwen3Config,
     parameters: int,
-    rows: Rows,
+    learning: Learning,
     ring: int,
     chunk: int,
     tied: bool,
-    itemsize: int,
     reserve: float,
 ) -> Parts:
     """A drafter rank in the middle of a backward.
@@ -73,32 +104,38 @@ def drafter_memory(
     Args:
         config: of the drafter.
         parameters: their number.
-        rows: of a micro-batch.
+        learning: how it makes its gradient.
         ring: bytes of all frames that it holds.
         chunk: rows of logits at a time.
         tied: whether head and embedding of the target are one.
-        itemsize: of matrix products.
         reserve: bytes that nothing can use.
     """
-    vocabulary, hidden = config.vocab_size, config.hidden_size
+    vocabulary, hidden, itemsize = config.vocab_size, config.hidden_size, learning.itemsize
     # fp32 weights, gradients, their copy in the all-reduce, two moments; a cast of the weights.
     held = 4 * 5 + (itemsize if itemsize < 4 else 0)
+    if learning.sliced:
+        # The gradients of the micro-batch and of a slice, before they are added up.
+        held += 2 * 4
+    last = learning.at_a_time(config.block_size).last
     return {
         "optimizer": float(parameters * held),
         "head": float(vocabulary * hidden * itemsize * (1 if tied else 2)),
         "ring": float(ring),
-        "activations": saved_activations(config, rows, itemsize),
-        "logits": float(min(chunk, rows.last) * vocabulary * (8 + itemsize)),
+        "activations": saved_activations(config, learning),
+        "logits": float(min(chunk, last) * vocabulary * (8 + itemsize)),
         "reserve": reserve,
     }
 
 
-def saved_activations(config: Qwen3Config, rows: Rows, itemsize: int) -> float:
+def saved_activations(config: Qwen3Config, learning: Learning) -> float:
     """Bytes that the forward keeps for the backward.
 
     A block row of a layer: inputs and outputs of its products, and around norms and rotations
-    fp32 copies. A context row: the projected features, and a layer's keys and values.
+    fp32 copies. A context row: the projected features, and a layer's keys and values. A group of
+    blocks: the keys and values that it sees, and a mask for its rows. A layer that is made again
+    keeps its input.
     """
+    rows, itemsize = learning.at_a_time(config.block_size), learning.itemsize
     hidden, size, inner = config.hidden_size, config.head_dim, config.intermediate_size
     query, shared = config.num_attention_heads * size, config.num_key_value_heads * size
     taps = len(config.dflash_config["target_layer_ids"])
@@ -107,9 +144,16 @@ def saved_activations(config: Qwen3Config, rows: Rows, itemsize: int) -> float:
     context = itemsize * (taps + 1) * hidden + 4 * 2 * hidden
     keys = itemsize * 4 * shared + 4 * 3 * shared
     layers = config.num_hidden_layers
-    total = layers * (rows.block * front + rows.context * keys)
-    total += ((layers - 1) * rows.block + rows.last) * back
-    return float(total + rows.context * context + rows.last * hidden * 8)
+    if learning.sliced:
+        group = BLOCKS_PER_GROUP * config.block_size
+        repeats = config.num_attention_heads // config.num_key_value_heads
+        front += learning.keys * itemsize * (2 * shared / group + repeats)
+    if learning.recomputed:
+        total = rows.block * (front + back + layers * 4 * hidden)
+    else:
+        total = layers * rows.block * front + ((layers - 1) * rows.block + rows.last) * back
+    total += rows.context * (context + layers * keys)
+    return float(total + rows.last * hidden * 8)
 
 
 def refuse_if_too_large(role: str, parts: Mapping[str, float], available: float) -> None:

@@ -13,6 +13,7 @@ from dflash_mp.plan.machine import Machine, Sample, make_machine
 from dflash_mp.plan.memory import (
     CPU_RESERVE,
     GPU_RESERVE,
+    Learning,
     Parts,
     drafter_memory,
     refuse_if_too_large,
@@ -26,6 +27,7 @@ from dflash_mp.plan.work import (
     Work,
     drafter_rows,
     drafter_work,
+    keys_seen,
     step_work,
     target_work,
 )
@@ -147,10 +149,21 @@ def costs_of(sizes: Sizes, run: PlanRun, machine: Machine) -> Costs:
     )
 
 
+def learning_of(sizes: Sizes, run: PlanRun) -> Learning:
+    """How a drafter will make its gradient."""
+    attention = run.drafter.attention
+    return Learning(
+        rows=drafter_rows(sizes.batch, run.drafter.block_size),
+        keys=keys_seen(sizes.batch, run.drafter.block_size, None),
+        itemsize=sizes.drafter_dtype.itemsize,
+        sliced=attention != "flex" and (run.gpu.cpu or attention != "auto"),
+        recomputed=run.drafter.activation_checkpointing,
+    )
+
+
 def memory_of(sizes: Sizes, run: PlanRun) -> dict[str, Parts]:
     """Bytes of a rank of each role by part."""
     reserve = CPU_RESERVE if run.gpu.cpu else GPU_RESERVE
-    rows = drafter_rows(sizes.batch, run.drafter.block_size)
     return {
         "target": target_memory(
             sizes.target,
@@ -163,11 +176,10 @@ def memory_of(sizes: Sizes, run: PlanRun) -> dict[str, Parts]:
         "drafter": drafter_memory(
             sizes.drafter,
             sizes.drafter_parameters,
-            rows,
+            learning_of(sizes, run),
             run.wire.slots * sizes.frame + sizes.beside_ring,
             run.loss.rows_per_chunk,
             sizes.target.tied,
-            sizes.drafter_dtype.itemsize,
             reserve,
         ),
     }
