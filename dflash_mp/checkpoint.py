@@ -273,15 +273,20 @@ def compare_shapes(path: Path, expected: dict[str, Tensor], found: dict[str, Ten
 def expected_moments(
     optimizer: torch.optim.Optimizer, found: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What ``optimizer_tensors`` would hold: the same names for every parameter."""
-    names = {key.partition(".")[2] for key in found} or {"exp_avg"}
-    scalars = {key.partition(".")[2] for key, value in found.items() if value.ndim == 0}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return {
-        f"{number}.{name}": torch.empty(()) if name in scalars else parameter
-        for number, parameter in enumerate(parameters)
-        for name in names
-    }
+    """What ``optimizer_tensors`` would hold: the same names for every parameter of a group."""
+    expected, number = {}, 0
+    for group in optimizer.param_groups:
+        last = number + len(group["params"])
+        own = {
+            key.partition(".")[2]: value
+            for key, value in found.items()
+            if number <= int(key.partition(".")[0]) < last
+        }
+        for parameter in group["params"]:
+            for name, value in (own or {"exp_avg": parameter}).items():
+                expected[f"{number}.{name}"] = value if value.ndim == 0 else parameter
+            number += 1
+    return expected
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

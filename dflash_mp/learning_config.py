@@ -48,19 +48,22 @@ class LossConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW."""
+    """How gradients become steps."""
 
+    kind: str = MISSING
     lr: float = MISSING
     weight_decay: float = MISSING
     beta1: float = MISSING
     beta2: float = MISSING
+    momentum: float = MISSING
     max_grad_norm: float = MISSING
 
     def __post_init__(self) -> None:
+        one_of("optim.kind", self.kind, ("adamw", "muon"))
         require(self.lr > 0, f"optim.lr={self.lr}: must be positive")
         require(math.isfinite(self.lr), f"optim.lr={self.lr}: must be finite")
         require(self.weight_decay >= 0, f"optim.weight_decay={self.weight_decay}: negative")
-        for key in ("beta1", "beta2"):
+        for key in ("beta1", "beta2", "momentum"):
             value = getattr(self, key)
             require(0 <= value < 1, f"optim.{key}={value}: must be at least 0 and below 1")
         require(self.max_grad_norm > 0, "optim.max_grad_norm must be positive")

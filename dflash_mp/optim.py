@@ -1,6 +1,7 @@
 """The optimizer and its learning-rate schedule."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,18 +10,54 @@ from torch.optim.lr_scheduler import LambdaLR
 from dflash_mp.config import OptimConfig, ScheduleConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over float32 master weights; only matrices decay."""
+class Combined(torch.optim.Optimizer):
+    """Optimizers of different parameters as one: its groups and its state are theirs.
+
+    Args:
+        parts: without a state yet.
+    """
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # load_state_dict has made new groups and a new state.
+        self._share()
+
+    def _share(self) -> None:
+        first = 0
+        for part in self.parts:
+            last = first + len(part.param_groups)
+            part.param_groups, part.state = self.param_groups[first:last], self.state
+            first = last
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure here
+        """A step of each part."""
+        for part in self.parts:
+            part.step(closure)
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """``optim.kind`` over float32 master weights; only matrices decay.
+
+    Muon orthogonalises what it moves a matrix by (Jordan 2024) and scales that to the size of
+    AdamW's moves, so that one learning rate fits both (arXiv 2502.16982); vectors are AdamW's.
+    """
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    return torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        fused=True,
+    moved = {"params": matrices, "weight_decay": config.weight_decay}
+    rest = {"params": vectors, "weight_decay": 0.0}
+    betas = (config.beta1, config.beta2)
+    if config.kind == "adamw":
+        return torch.optim.AdamW([moved, rest], lr=config.lr, betas=betas, fused=True)
+    return Combined(
+        torch.optim.Muon(
+            [moved], lr=config.lr, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW([rest], lr=config.lr, betas=betas, fused=True),
     )
 
 

@@ -158,7 +158,7 @@ def real_work(run: PlanRun, sizes: Sizes, config: Qwen3Config) -> dict[str, Call
     batch = random_batch(run, sizes)
     drafter = DFlashDraftModel(sizes.drafter)
     drafter.init_weights(0)
-    optimizer = build_optimizer(drafter, OptimConfig(1e-4, 0.0, 0.9, 0.95, 1.0))
+    optimizer = build_optimizer(drafter, OptimConfig("adamw", 1e-4, 0.0, 0.9, 0.95, 0.95, 1.0))
     head = FrozenHead(target.get_input_embeddings().weight.to(sizes.drafter_dtype))
     low = sizes.drafter_dtype == torch.bfloat16
 
