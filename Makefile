@@ -30,11 +30,14 @@ $(VENV)/installed: pyproject.toml
 train: install ## Train a drafter for the default target on the CPU: 2 target processes, 1 drafter
 	CUDA_VISIBLE_DEVICES= $(BIN)/torchrun --nproc_per_node 3 -m dflash_mp.train overwrite=true
 
+# Two workers: most of a job's start is one core's work. A file's tests stay together, for its fixtures.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test: install ## Run all tests
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: install ## Run the tests that take seconds
-	$(BIN)/python -m pytest -m 'not slow and not distributed and not stress'
+	$(PYTEST) -m 'not slow and not distributed and not stress and not faults'
 
 interop: install ## Let z-lab's, SpecForge's and speculators' own packages judge the exports
 	$(BIN)/python tests/interop/run.py $(wildcard outputs/smollm2_narrow/export)
