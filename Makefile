@@ -31,7 +31,7 @@ train: install ## Train a drafter for the default target on the CPU: 2 target pr
 	CUDA_VISIBLE_DEVICES= $(BIN)/torchrun --nproc_per_node 3 -m dflash_mp.train overwrite=true
 
 # Two workers: most of a job's start is one core's work. A file's tests stay together, for its fixtures.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: install ## Run all tests
 	$(PYTEST)

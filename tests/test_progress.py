@@ -51,8 +51,9 @@ def test_what_is_over_at_once_is_not_shown() -> None:
 def test_loading_is_shown_in_the_same_way_by_one_rank(
     rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("_tqdm_hook", "_tqdm_active"):
-        monkeypatch.setattr(loading, name, getattr(loading, name))
+    # As in a process that has loaded nothing yet.
+    monkeypatch.setattr(loading, "_tqdm_hook", None)
+    monkeypatch.setattr(loading, "_tqdm_active", True)
     monkeypatch.setenv("RANK", rank)
     show_loading()
     with loading.tqdm(["a", "b"], desc="Loading weights") as bar:

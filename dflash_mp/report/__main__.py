@@ -10,8 +10,8 @@ from pathlib import Path
 
 from dflash_mp.command import fail
 from dflash_mp.config import UserError
-from dflash_mp.report.page import REPORT, comparison_page, run_page, write_page
-from dflash_mp.report.run_files import read_run
+from dflash_mp.report.page import comparison_page, run_page, write_page
+from dflash_mp.report.run_files import REPORT, read_run
 
 
 def main() -> None:

@@ -8,9 +8,7 @@ from omegaconf import OmegaConf
 from dflash_mp.data.report_page import summary_sections
 from dflash_mp.markup import Html, code, document, folded, table, text
 from dflash_mp.report import blocks, sections
-from dflash_mp.report.run_files import RunFiles, read_run
-
-REPORT = "report.html"
+from dflash_mp.report.run_files import REPORT, RunFiles, read_run
 
 
 def write_report(folder: Path) -> Path:

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from dflash_mp.config import config_dir, require
 
+REPORT = "report.html"
 WALK = "heldout.json"
 Row = dict[str, Any]
 

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 from dflash_mp.metrics import BlockCounts
-from dflash_mp.report.page import write_report
 from dflash_mp.report.run_files import WALK
 
 log = logging.getLogger(__name__)
@@ -47,6 +46,9 @@ class LiveReport:
         """Write the report."""
         if not self.active:
             return
+        # Slow to import: it draws, and all ranks but one never do.
+        from dflash_mp.report.page import write_report
+
         start = time.monotonic()
         try:
             write_report(self.folder)

@@ -10,7 +10,7 @@ from dflash_mp.config import TargetConfig
 from dflash_mp.export_folder import add_facts
 from dflash_mp.job import Job
 from dflash_mp.learning_config import CROSS_ENTROPY, OBJECTIVES
-from dflash_mp.report.page import REPORT
+from dflash_mp.report.run_files import REPORT
 from dflash_mp.run_folder import PROFILE
 from dflash_mp.target.model import resolve
 from dflash_mp.tracking import plot, read_metrics

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dflash_mp.cast import Cast, LauncherStore, loopback, place
 from dflash_mp.config import TopologyConfig
+from launch.spawn import host_store
 
 TIMEOUT = timedelta(seconds=20)
 Cluster = Callable[..., list[object]]
@@ -22,7 +23,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     It returns their results; ``edge`` is for ``open_all``.
     """
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback())
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = host_store()
 
     def run(
         targets: int, drafters: int, work: Callable[[Cast], object], edge: str = "shm"
