@@ -126,6 +126,13 @@ def assert_counters_are_there(folder: Path) -> None:
     for names, where in ((drafter, steps), (target, told)):
         assert where
         assert all(row[f"perf/{name}"] >= 0 for row in where for name in names)
+    epochs = [row["data/epoch"] for row in steps]
+    assert epochs == sorted(epochs)
+    assert epochs[0] > 0
+    assert all(0.5 < row["data/fill"] <= 1 for row in steps)
+    # As many as drafter.anchors_per_batch.
+    assert all(0 < row["data/blocks"] <= 8 for row in steps)
+    assert all(0 < row["data/supervised_slots"] <= 8 * 3 for row in steps)
     # On a CPU a share of what a plain product makes.
     assert all(0 < row["perf/drafter_mfu"] < 1 for row in steps)
     assert all(0 < row["perf/target_mfu"] < 1 for row in told)

@@ -49,6 +49,14 @@ class Order:
         index = number - (self.end(epoch - 1) if epoch else 0)
         return epoch, int(self._shuffled(epoch)[index]) if self.repeat and epoch else index
 
+    def epochs(self, done: int) -> float:
+        """Epochs, the last one usually a fraction, in the first ``done`` micro-batches."""
+        if not done:
+            return 0.0
+        epoch, _ = self.place(done - 1)
+        begun = self.end(epoch - 1) if epoch else 0
+        return epoch + (done - begun) / (self.end(epoch) - begun)
+
     def documents(self, number: int) -> np.ndarray:
         """Document numbers of micro-batch ``number``, in row order."""
         epoch, index = self.place(number)

@@ -93,7 +93,7 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
             meter.acceptance = values["eval/acceptance_length"]
         # Once in a while, the main drafter: log, save, ask the targets to decode.
         if due(step, config.log_interval, last):
-            values |= meter.values(learner.schedule)
+            values |= meter.values(step, learner.schedule)
             if line := meter.split_advice():
                 tracker.write(line)
         if values:

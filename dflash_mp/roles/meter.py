@@ -38,7 +38,6 @@ class Meter:
         self.place = cast.place
         self.targets = range(cast.place.targets_per_node)
         self.main = cast.place.is_main
-        self.per_step = job.config.micro_batches_per_step
         self.receiver = receiver
         self.job, self.peak = job, peak
         self.document = mean_document(job)
@@ -82,13 +81,15 @@ class Meter:
         self.counts += torch.tensor(state["counts"], dtype=torch.float64, device=self.counts.device)
         self.steps = int(state["steps"])
 
-    def values(self, schedule: LambdaLR) -> dict[str, float]:
-        """Means since the last call; waits for the device."""
+    def values(self, step: int, schedule: LambdaLR) -> dict[str, float]:
+        """Means since the last call, behind ``step``; waits for the device."""
         loss, weight, correct, supervised, tokens, blocks, skipped, norm = self.finite_counts()
         now, wire = time.perf_counter(), self._wire()
         seconds = now - self.since
         passed = {name: (value - self.wire[name]) / seconds for name, value in wire.items()}
-        trained = Trained(self.steps * self.per_step, tokens, blocks, supervised)
+        done = self.job.plan.batches_done(step)
+        batches = done - self.job.plan.batches_done(step - self.steps)
+        trained = Trained(batches, tokens, blocks, supervised)
         # Start-up is over when the first step is: what is before it counts nowhere.
         self.latest = {
             "train/loss": loss / max(weight, 1e-12),
@@ -96,6 +97,10 @@ class Meter:
             "train/grad_norm": norm / self.steps,
             "train/skipped": skipped,
             "train/lr": float(schedule.get_last_lr()[0]),
+            "data/epoch": self.job.order.epochs(done),
+            "data/fill": tokens / (batches * self.job.config.data.tokens_per_batch),
+            "data/blocks": blocks / batches,
+            "data/supervised_slots": supervised / batches,
             "perf/tokens_per_s": tokens / seconds,
             "perf/supervised_per_s": supervised / seconds,
             "perf/steps_per_s": self.steps / seconds,

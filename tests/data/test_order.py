@@ -30,6 +30,16 @@ def test_an_epoch_holds_every_document_once(repeat: bool) -> None:
         assert sorted(seen) == list(range(len(LENGTHS)))
 
 
+@pytest.mark.parametrize("repeat", [False, True])
+def test_epochs_grow_by_the_same_amount_with_each_micro_batch_of_one(repeat: bool) -> None:
+    order = Order(corpus(), budget=64, seed=3, repeat=repeat)
+    assert order.epochs(0) == 0
+    for epoch in range(3):
+        start, end = order.end(epoch - 1) if epoch else 0, order.end(epoch)
+        grown = [order.epochs(done) - epoch for done in range(start + 1, end + 1)]
+        assert grown == pytest.approx(np.linspace(0, 1, end - start + 1)[1:])
+
+
 def test_repeated_packs_come_whole_in_another_order() -> None:
     order = Order(corpus(), budget=64, seed=3, repeat=True)
     size = order.end(0)
