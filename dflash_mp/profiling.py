@@ -230,6 +230,11 @@ def recording(cast: Cast, job: Job, sentinel: Sentinel) -> Iterator[None]:
         yield
         return
     steps, last = job.plan.steps - job.start.step, config.skip + config.record
+    if job.start.step and steps <= last:
+        # Its configuration was right when it began, and ends well without.
+        log.info("profile: nothing is recorded in the last %d steps of a continued run", steps)
+        yield
+        return
     require(
         steps > last,
         f"profile={config.kind} records up to step {last} and needs one more behind it, but this "
@@ -244,6 +249,13 @@ def recording(cast: Cast, job: Job, sentinel: Sentinel) -> Iterator[None]:
     sentinel.on_phase = window.enter
     try:
         yield
+    except BaseException:
+        # What has failed is to be told, whatever becomes of its profile.
+        try:
+            window.close()
+        except Exception:
+            log.exception("the profile could not be written")
+        raise
     finally:
         sentinel.on_phase = None
-        window.close()
+    window.close()

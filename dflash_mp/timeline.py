@@ -63,7 +63,7 @@ def read_lanes(folder: Path) -> list[Lane]:
     """The lines of all ranks whose traces lie in ``folder``, by rank.
 
     Raises:
-        UserError: there are none.
+        UserError: there are none, or none of a step.
     """
     files = sorted(folder.glob(f"*{ENDING}"), key=lambda path: int(path.name.split("-")[0][4:]))
     traces = {path.name.removesuffix(ENDING).split("-")[1]: read_spans(path) for path in files}
@@ -73,10 +73,16 @@ def read_lanes(folder: Path) -> list[Lane]:
     )
     # The main thread's, to which the marks belong.
     steps = [span for span in traces["drafter0"] if span["name"].startswith(STEP_MARK)]
+    require(
+        bool(steps),
+        f"{folder}: the trace of drafter0 holds no step: train with more profile.record",
+    )
     begin, end = steps[0]["ts"], steps[-1]["ts"] + steps[-1]["dur"]
     lanes: list[Lane] = []
     for name, spans in traces.items():
-        thread = next(span["tid"] for span in spans if span["name"].startswith(STEP_MARK))
+        # A target that has begun no frame in that time has no mark, and nothing to show.
+        marks = (span["tid"] for span in spans if span["name"].startswith(STEP_MARK))
+        thread = next(marks, None)
         mine = [span for span in spans if span["tid"] == thread]
         others = [span for span in spans if span["tid"] != thread]
         lanes += [
@@ -144,6 +150,7 @@ def draw(lanes: Sequence[Lane], path: Path) -> None:
     shown = [kind for kind in colours if any(kind in lane.bars for lane in lanes)]
     patches = [Patch(color=colours[kind], label=kind) for kind in shown]
     figure.legend(handles=patches, loc="outside upper left", ncols=4, fontsize=8, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

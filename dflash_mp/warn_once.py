@@ -1,4 +1,4 @@
-"""Warnings that come again and again: the first says what to do, the others only stand in a log."""
+"""Warnings that come again and again: the first says what to do, the others are just told."""
 
 import logging
 
@@ -14,4 +14,4 @@ def warn_once(log: logging.Logger, message: str, advice: str) -> None:
         log.info("%s", message)
         return
     _said.add(advice)
-    log.warning("%s; %s (said once; the next ones are only in the log)", message, advice)
+    log.warning("%s; %s (the next ones come without a warning)", message, advice)

@@ -1,5 +1,6 @@
 """When a recording begins and ends, and what is refused; real ones are in test_training.py."""
 
+import gzip
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,9 +41,9 @@ def rank(number: int, store: dist.Store) -> SimpleNamespace:
     return SimpleNamespace(place=mine, store=store, device=torch.device("cpu"))
 
 
-def job(folder: Path, kind: str, steps: int) -> SimpleNamespace:
+def job(folder: Path, kind: str, steps: int, done: int = 0) -> SimpleNamespace:
     config = SimpleNamespace(profile=ProfileConfig(kind, 2, 3))
-    plan, start = SimpleNamespace(steps=steps), SimpleNamespace(step=0)
+    plan, start = SimpleNamespace(steps=steps), SimpleNamespace(step=done)
     return SimpleNamespace(config=config, plan=plan, start=start, folder=folder)
 
 
@@ -89,6 +90,52 @@ def test_a_body_that_fails_leaves_what_there_is(tmp_path: Path) -> None:
     # 64 MiB came and went.
     assert load["peak_mib"] - load["after_mib"] > 60
     assert load["peak_mib"] - step["peak_mib"] > 60
+
+
+def test_a_profile_that_cannot_be_written_does_not_hide_what_failed(tmp_path: Path) -> None:
+    folder = tmp_path / "profile"
+
+    def body() -> None:
+        with recording(
+            rank(1, dist.HashStore()), job(tmp_path, "memory", 6), SimpleNamespace(on_phase=None)
+        ):
+            folder.rmdir()
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        body()
+
+
+def test_the_short_rest_of_a_continued_run_goes_without(tmp_path: Path) -> None:
+    sentinel = SimpleNamespace(on_phase=None)
+    with recording(rank(1, dist.HashStore()), job(tmp_path, "steps", 20, 16), sentinel):
+        assert sentinel.on_phase is None
+
+
+def write_trace(path: Path, *spans: tuple[str, int, int]) -> None:
+    """Spans ``(name, thread, begin)`` of a millisecond each."""
+    events = [
+        {"cat": "user_annotation", "ph": "X", "name": name, "tid": thread, "ts": begin, "dur": 1000}
+        for name, thread, begin in spans
+    ]
+    with gzip.open(path, "wt") as file:
+        json.dump({"baseTimeNanoseconds": 0, "traceEvents": events}, file)
+
+
+def test_a_rank_that_did_nothing_while_recorded_has_empty_lines(tmp_path: Path) -> None:
+    write_trace(tmp_path / "rank0-target0.trace.json.gz", ("send", 7, 500))
+    path = tmp_path / "rank1-drafter0.trace.json.gz"
+    write_trace(path, ("ProfilerStep#1", 1, 0), ("compute", 1, 0))
+    bars = [(lane.name, lane.bars) for lane in read_lanes(tmp_path)]
+    assert bars == [
+        ("target0", {}),
+        ("wire", {"sending": [(0.5, 0.5)]}),
+        ("drafter0", {"drafter: micro-batches": [(0.0, 1.0)]}),
+        ("wire", {}),
+    ]
+    write_trace(path, ("compute", 1, 0))
+    with pytest.raises(UserError, match="holds no step"):
+        read_lanes(tmp_path)
 
 
 def test_without_a_profile_nobody_listens(tmp_path: Path) -> None:

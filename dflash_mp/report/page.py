@@ -22,6 +22,7 @@ def write_report(folder: Path) -> Path:
 
 def write_page(path: Path, page: Html) -> Path:
     """Write ``page`` so that a reader sees the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(page, encoding="utf-8")
     return partial.replace(path)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from dflash_mp.cast import Cast
 from dflash_mp.drafter.checkpoint_format import save_drafter
 from dflash_mp.drafter.model import DFlashDraftModel
 from dflash_mp.job import Job
+from dflash_mp.progress import progress_bar
 from dflash_mp.roles.requests import Asking
 from dflash_mp.tracking import Tracker
 
@@ -19,6 +21,8 @@ BEFORE_PROMPTS = 8
 """Prompts decoded by the untrained drafter: it accepts next to nothing, so more say no more."""
 BEFORE_TOKENS = 16
 """Tokens of each of them."""
+LOOK_S = 0.2
+"""Between two looks at how far the targets are."""
 
 
 class Decoding:
@@ -68,6 +72,8 @@ class Decoding:
         """Log the answers that have come; with ``wait``, all that are still open."""
         if not self.active:
             return
+        if wait:
+            self._show_waiting()
         for step, shares in self.asking.answers(wait):
             results = sorted((row for share in shares for row in share), key=lambda r: r["prompt"])
             self._answers(step).write_text("".join(json.dumps(row) + "\n" for row in results))
@@ -82,6 +88,16 @@ class Decoding:
             )
             # Last: whatever is left of these was not answered.
             shutil.rmtree(self._weights(step), ignore_errors=True)
+
+    def _show_waiting(self) -> None:
+        """A progress line until everything that was asked for is decoded."""
+        asking = self.asking
+        with progress_bar(
+            desc="decoding", total=asking.prompts, unit="prompt", delay=1, leave=False
+        ) as bar:
+            while asking.waits():
+                bar.update(asking.decoded() - bar.n)
+                time.sleep(LOOK_S)
 
     def _answers(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}.jsonl"

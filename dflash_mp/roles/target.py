@@ -25,7 +25,7 @@ from dflash_mp.job import Job
 from dflash_mp.plan.machine import peak_rate
 from dflash_mp.roles.flops import target_flops
 from dflash_mp.roles.means import Means
-from dflash_mp.roles.requests import Answering
+from dflash_mp.roles.requests import DECODED, Answering
 from dflash_mp.roles.texts import SHOWN_PROMPTS, with_texts
 from dflash_mp.sentinel import Sentinel
 from dflash_mp.speculate import DecodeSettings
@@ -230,6 +230,9 @@ def decode_share(
     targets = cast.place.targets_per_node
     shown = set(job.decoded_documents[:SHOWN_PROMPTS])
 
+    def tell() -> None:
+        cast.store.add(DECODED, 1)
+
     def answer(request: dict[str, Any]) -> list[dict[str, Any]]:
         sentinel.phase("decode", job.config.failure.save_s)
         drafter = load_drafter(Path(request["folder"]), model.dtype, cast.device)
@@ -240,7 +243,7 @@ def decode_share(
             (number, first_prompt(*job.prepared.heldout.document(number)))
             for number in job.decoded_documents[cast.place.role_rank : request["prompts"] : targets]
         ]
-        results = evaluate_prompts(model, drafter, prompts, settings, plain=False)
+        results = evaluate_prompts(model, drafter, prompts, settings, plain=False, done=tell)
         if any(number in shown for number, _ in prompts):
             tokenizer = load_tokenizer(job.config.target)
             results = [
