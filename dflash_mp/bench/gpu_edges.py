@@ -22,7 +22,8 @@ ANSWER_S = 40.0
 def try_edges(device: torch.device) -> list[dict[str, Any]]:
     """A line for each kind of edge: its name, GB/s (None if it does not work), and what it said.
 
-    gloo and shm move host memory, so between GPUs a copy on either side comes on top of them.
+    gloo and shm move host memory: between GPUs a copy on either side comes on top of them, and the
+    trainer does not use them there.
     """
     host = torch.device("cpu")
     found = [try_edge("gloo", host), try_edge("shm", host)]
@@ -44,15 +45,16 @@ def try_edge(kind: str, device: torch.device) -> dict[str, Any]:
     ]
     for process in ends:
         process.start()
-    rate, said = None, f"no answer within {ANSWER_S:g} s"
+    rate, said = None, ""
+    deadline = time.monotonic() + ANSWER_S
     try:
         # Both ends tell; the worse news count.
         for _ in ends:
-            rate, said = answers.get(timeout=ANSWER_S)
+            rate, said = answers.get(timeout=max(0.0, deadline - time.monotonic()))
             if rate is None:
                 break
     except queue.Empty:
-        rate = None
+        rate, said = None, f"one end did not answer within {ANSWER_S:g} s"
     for process in ends:
         # An end whose other one has failed may wait for it.
         process.kill()
@@ -84,8 +86,8 @@ def one_end(kind: str, end: int, port: int, device: str, answers: Any) -> None:
             move(payload)
         rate = FRAMES * NBYTES / (time.perf_counter() - begun) / 1e9
         answers.put((rate, f"{rate:.2f} GB/s"))
-    except RuntimeError as error:
+    except Exception as error:
         # Errors of NCCL name the reason in their last line.
-        answers.put((None, str(error).strip().splitlines()[-1]))
+        answers.put((None, (str(error).strip() or type(error).__name__).splitlines()[-1]))
     # The parent ends this process: the other end may still need it.
     time.sleep(2 * ANSWER_S)

@@ -2,7 +2,7 @@
 
     python -m dflash_mp.plan target=qwen3_8b gpus=8 gpu=h200
 
-target=qwen3_8b    a file of conf/target; drafter=, data= and optim= are the training's keys
+target=qwen3_8b    a file of conf/target; drafter=, loss= and wire= are the training's keys
 gpus=8 nodes=1     GPUs of a node, and nodes
 gpu=h200           a file of conf/gpu: h200, h100, a100, b200, or cpu (measured on this machine)
 simulate=true      also predict how the job grows up to nodes=..., as a table and scaling.png

@@ -43,6 +43,8 @@ class Meter:
         self.document = mean_document(job)
         self.counts = torch.zeros(8, dtype=torch.float64, device=cast.device)
         self.steps = 0
+        # What an earlier process did of both: it belongs to the means, but not to the rates.
+        self.earlier_counts, self.earlier_steps = [0.0] * 8, 0
         self.since = time.perf_counter()
         self.wire = self._wire()
         self.training = 0.0
@@ -78,18 +80,29 @@ class Meter:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from ``state()``, so that the next means are those of an unbroken run."""
-        self.counts += torch.tensor(state["counts"], dtype=torch.float64, device=self.counts.device)
-        self.steps = int(state["steps"])
+        self.earlier_counts, self.earlier_steps = state["counts"], int(state["steps"])
+        self.counts += torch.tensor(
+            self.earlier_counts, dtype=torch.float64, device=self.counts.device
+        )
+        self.steps = self.earlier_steps
 
     def values(self, step: int, schedule: LambdaLR) -> dict[str, float]:
         """Means since the last call, behind ``step``; waits for the device."""
-        loss, weight, correct, supervised, tokens, blocks, skipped, norm = self.finite_counts()
+        counts = self.finite_counts()
+        loss, weight, correct, supervised, tokens, blocks, skipped, norm = counts
         now, wire = time.perf_counter(), self._wire()
         seconds = now - self.since
         passed = {name: (value - self.wire[name]) / seconds for name, value in wire.items()}
         done = self.job.plan.batches_done(step)
         batches = done - self.job.plan.batches_done(step - self.steps)
-        trained = Trained(batches, tokens, blocks, supervised)
+        fresh = [count - early for count, early in zip(counts, self.earlier_counts, strict=True)]
+        fresh_steps = self.steps - self.earlier_steps
+        trained = Trained(
+            batches=done - self.job.plan.batches_done(step - fresh_steps),
+            supervised=fresh[3],
+            tokens=fresh[4],
+            blocks=fresh[5],
+        )
         # Start-up is over when the first step is: what is before it counts nowhere.
         self.latest = {
             "train/loss": loss / max(weight, 1e-12),
@@ -101,9 +114,9 @@ class Meter:
             "data/fill": tokens / (batches * self.job.config.data.tokens_per_batch),
             "data/blocks": blocks / batches,
             "data/supervised_slots": supervised / batches,
-            "perf/tokens_per_s": tokens / seconds,
-            "perf/supervised_per_s": supervised / seconds,
-            "perf/steps_per_s": self.steps / seconds,
+            "perf/tokens_per_s": trained.tokens / seconds,
+            "perf/supervised_per_s": trained.supervised / seconds,
+            "perf/steps_per_s": fresh_steps / seconds,
             "perf/wire_bytes_per_s": passed["bytes"],
             "perf/drafter_receive": passed["receive"],
             "perf/drafter_wait": passed["recv_wait"],
@@ -112,6 +125,7 @@ class Meter:
             **self._target_shares(),
         }
         self.counts.zero_()
+        self.earlier_counts, self.earlier_steps = [0.0] * 8, 0
         self.steps, self.since, self.wire, self.training = 0, now, wire, 0.0
         self.windows += 1
         return dict(self.latest)

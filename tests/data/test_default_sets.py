@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 
 import pytest
 from chat_tokenizers import CHATML, MASK, make_tokenizer
@@ -10,6 +9,7 @@ from hydra import compose, initialize_config_dir
 
 from dflash_mp.bench.data import Memory
 from dflash_mp.config import TrainConfig, config_dir, to_config
+from dflash_mp.data import ingest
 from dflash_mp.data.corpus import prepare
 from dflash_mp.data.packing import fill, pack
 
@@ -49,7 +49,7 @@ def test_shipped_sets(real_tokenizer, name, held_out, tmp_path):
 
 
 @pytest.mark.timeout(900)
-def test_100_000_rows_in_bounded_memory(tmp_path):
+def test_100_000_rows_in_bounded_memory(tmp_path, monkeypatch):
     rng = random.Random(0)
     words = [a + b + c for a in "bdfglmnprs" for b in "aeiou" for c in "lnrt"]
 
@@ -67,6 +67,7 @@ def test_100_000_rows_in_bounded_memory(tmp_path):
         prepared = prepare(data, tokenizer, MASK, tmp_path / "cache")
     assert prepared.summary["train"]["trained"] == 100_000
     assert memory.peak < 1.5 * GIB
-    start = time.perf_counter()
-    assert len(prepare(data, tokenizer, MASK, tmp_path / "cache").train) == 100_000
-    assert time.perf_counter() - start < 20
+    # From the cache: the rows are read only to see that they are the same.
+    with monkeypatch.context() as patch:
+        patch.setattr(ingest, "process_rows", None)
+        assert len(prepare(data, tokenizer, MASK, tmp_path / "cache").train) == 100_000
