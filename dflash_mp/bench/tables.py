@@ -20,24 +20,22 @@ MIB = 2**20
 Row = dict[str, Any]
 
 
-def load(*names: str) -> Row | None:
-    """The first of these results that was committed."""
-    for name in names:
-        path = RESULTS / f"{name}.json"
-        if path.is_file():
-            found: Row = json.loads(path.read_text())
-            return found
-    return None
+def load(name: str) -> Row | None:
+    """This result, if it was committed."""
+    path = RESULTS / f"{name}.json"
+    found: Row | None = json.loads(path.read_text()) if path.is_file() else None
+    return found
 
 
 def tables() -> str:
     """All tables as Markdown."""
     lines: list[str] = []
-    step, stream, data = load("step-full", "step-short"), load("stream-full"), load("data")
-    gpu = load("gpu")
-    if step is not None:
-        lines += ["## The drafter step", "", *made_with(step), "", *bars(step["rows"])]
-        lines += [line for group in groups(step["rows"]) for line in step_table(group)]
+    stream, data, gpu = load("stream-full"), load("data"), load("gpu")
+    for form in ("short", "full"):
+        if (step := load(f"step-{form}")) is not None:
+            lines += [f"## The drafter step, {form} form", "", *made_with(step), ""]
+            lines += bars(step["rows"])
+            lines += [line for group in groups(step["rows"]) for line in step_table(group)]
     if stream is not None:
         lines += ["## The stream", "", *made_with(stream), "", *stream_tables(stream)]
     if data is not None:

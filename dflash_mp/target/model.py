@@ -176,12 +176,21 @@ class FeatureExtractor:
         model: the target, on the device of the frames.
         layer_ids: increasing decoder layer numbers without the last one.
         final: also take the input of the LM head (needs the whole depth).
+        fixed: run a packed row with its padding, so that every forward has the same shape. The
+            default is yes on a GPU, where new shapes cost memory and time, and no on a CPU.
 
     ``tokens`` counts what it has filled.
     """
 
-    def __init__(self, model: PreTrainedModel, layer_ids: list[int], final: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layer_ids: list[int],
+        final: bool = False,
+        fixed: bool | None = None,
+    ) -> None:
         self.model = model
+        self.fixed = model.device.type != "cpu" if fixed is None else fixed
         self.layer_ids = layer_ids
         self.final = final
         self.backbone = model.get_decoder()
@@ -201,11 +210,12 @@ class FeatureExtractor:
         self.tokens += tokens
         if self.packs:
             row = slice(0, tokens)
-            ids, positions = frame.input_ids[None, row].long(), frame.position_ids[None, row].long()
+            # Padding comes last and has position 0, so nothing sees it.
+            run = slice(0, None if self.fixed else tokens)
+            ids, positions = frame.input_ids[None, run].long(), frame.position_ids[None, run].long()
             hidden, final = self._forward(ids, None, positions)
-            self._write(
-                frame, row, [state[0] for state in hidden], final[0] if self.final else None
-            )
+            states = [state[0, row] for state in hidden]
+            self._write(frame, row, states, final[0, row] if self.final else None)
             return
         for rows, length in padded_rows(frame.document_ids[:tokens]):
             ids = torch.zeros(len(rows), length, dtype=torch.long, device=frame.input_ids.device)

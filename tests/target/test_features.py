@@ -104,6 +104,27 @@ def test_codes_stand_for_the_hidden_states_and_tell_when_these_are_not_finite(
     assert not finite(sent)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_a_row_may_keep_its_padding_and_so_its_shape(kind: str) -> None:
+    model, shapes = tiny_model(kind), []
+    decoder_layers(model)[0].register_forward_hook(
+        lambda _, given, __: shapes.append(given[0].shape)
+    )
+    for lengths in (LENGTHS, LENGTHS[:3]):
+        cut, whole = packed(lengths, 200, 64), packed(lengths, 200, 64)
+        FeatureExtractor(model, LAYER_IDS, final=True, fixed=False).fill(cut)
+        # Making one tries the model out.
+        extractor = FeatureExtractor(model, LAYER_IDS, final=True, fixed=True)
+        shapes.clear()
+        extractor.fill(whole)
+        assert shapes == [(1, 200, 32)]
+        used = sum(lengths)
+        for name in ("hidden_states", "final_hidden"):
+            got, expected = getattr(whole, name), getattr(cut, name)
+            torch.testing.assert_close(got[:used], expected[:used], atol=1e-5, rtol=0)
+            assert got[used:].isnan().all()
+
+
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
 def test_a_document_has_the_same_features_alone_and_in_a_pack(kind: str) -> None:
     model = tiny_model(kind)
