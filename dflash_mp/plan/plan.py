@@ -119,6 +119,7 @@ def work_of_drafter(sizes: Sizes, run: PlanRun) -> Work:
         sizes.batch,
         run.loss.reads_target,
         sizes.drafter_dtype.itemsize,
+        run.drafter.activation_checkpointing,
     )
 
 

@@ -162,6 +162,7 @@ def drafter_work(
     batch: Batch,
     reads_target: bool,
     itemsize: int,
+    recomputed: bool = False,
 ) -> Work:
     """Forward and backward of one micro-batch, without the optimizer.
 
@@ -172,7 +173,10 @@ def drafter_work(
         batch: the micro-batch.
         reads_target: whether the objective needs the target's logits.
         itemsize: of the inputs of products.
+        recomputed: with activation checkpointing, a second forward of the layers.
     """
+    passes_of_blocks = PASSES_LEARNING + recomputed
+    products = ATTENTION_PRODUCTS_LEARNING + recomputed * ATTENTION_PRODUCTS
     hidden, size = config.hidden_size, config.head_dim
     taps = len(config.dflash_config["target_layer_ids"])
     query, shared = config.num_attention_heads * size, config.num_key_value_heads * size
@@ -185,13 +189,13 @@ def drafter_work(
         window = config.sliding_window if kind == SLIDING else None
         ends = rows.last if i == config.num_hidden_layers - 1 else rows.block
         flops += PASSES_LEARNING * 2.0 * rows.context * hidden * 2 * shared
-        flops += PASSES_LEARNING * 2.0 * rows.block * hidden * (query + 2 * shared)
-        flops += PASSES_LEARNING * 2.0 * ends * (query * hidden + 3 * hidden * inner)
+        flops += passes_of_blocks * 2.0 * rows.block * hidden * (query + 2 * shared)
+        flops += passes_of_blocks * 2.0 * ends * (query * hidden + 3 * hidden * inner)
         keys = keys_seen(batch, config.block_size, window)
-        attention += ATTENTION_PRODUCTS_LEARNING * 2.0 * rows.block * keys * query
-        elements = rows.context * 2 * shared + rows.block * (query + 2 * shared)
-        elements += ends * (2 * hidden + 2 * inner)
-        nbytes += PASSES_LEARNING * (ACCESSES * itemsize * elements + NORM_BYTES * ends * hidden)
+        attention += products * 2.0 * rows.block * keys * query
+        elements = rows.block * (query + 2 * shared) + ends * (2 * hidden + 2 * inner)
+        nbytes += PASSES_LEARNING * ACCESSES * itemsize * rows.context * 2 * shared
+        nbytes += passes_of_blocks * (ACCESSES * itemsize * elements + NORM_BYTES * ends * hidden)
     # The head is frozen: logits forward, and the rows' gradient; the target's own logits if asked.
     passes = 3 if reads_target else 2
     flops += passes * 2.0 * rows.last * config.vocab_size * hidden
