@@ -74,11 +74,10 @@ def prints_job(arguments: list[str]) -> bool:
 def annotated(name: str) -> Iterator[None]:
     """Print what the body prints, YAML, with the comments of ``conf/``."""
     printed = io.StringIO()
-    try:
-        with redirect_stdout(printed):
-            yield
-    finally:
-        sys.stdout.write(commented(printed.getvalue(), Path(config_dir()), name))
+    with redirect_stdout(printed):
+        yield
+    choices = HydraConfig.get().runtime.choices
+    sys.stdout.write(commented(printed.getvalue(), Path(config_dir()), name, choices))
 
 
 def help_text(name: str, module: ModuleType) -> str:

@@ -1,21 +1,24 @@
 """The comments of ``conf/`` in what ``--cfg job`` prints: Hydra itself leaves them out."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+from omegaconf import OmegaConf
 
 KEY = re.compile(r"( *)([\w.+-]+):(?: |$)")
 
 
-def commented(printed: str, folder: Path, name: str) -> str:
+def commented(printed: str, folder: Path, name: str, choices: Mapping[str, str | None]) -> str:
     """A printed configuration with the comment of each key above it.
 
     Args:
         printed: YAML, as Hydra prints it.
         folder: ``conf/``.
         name: the root configuration that was composed.
+        choices: the option of each group that was composed; None where there is none.
     """
-    known = comments(folder, name)
+    known = comments(folder, name, choices)
     lines: list[str] = []
     for line, key in with_keys(printed.splitlines()):
         indent = " " * (len(line) - len(line.lstrip()))
@@ -24,22 +27,44 @@ def commented(printed: str, folder: Path, name: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def comments(folder: Path, name: str) -> dict[str, list[str]]:
-    """The comment lines right above each dotted key of ``<name>.yaml`` and of the groups' files.
+def comments(folder: Path, name: str, choices: Mapping[str, str | None]) -> dict[str, list[str]]:
+    """The comment lines right above each dotted key of ``<name>.yaml`` and of the chosen options.
 
-    The files of a group comment their keys alike; what belongs to no group (recipes) is left out.
+    The options of a group comment the same key differently (what a GPU's rate is taken from). What
+    belongs to no group (recipes) is left out.
     """
+    chosen = [
+        (f"{group}.", path)
+        for group, option in choices.items()
+        if option is not None
+        for path in with_defaults(folder / group / f"{option}.yaml")
+    ]
     found: dict[str, list[str]] = {}
-    for path in [folder / f"{name}.yaml", *sorted(folder.glob("*/*.yaml"))]:
+    for group, path in [("", folder / f"{name}.yaml"), *chosen]:
         text = path.read_text(encoding="utf-8")
         if "# @package" in text:
             continue
-        group = "" if path.parent == folder else f"{path.parent.name}."
         above: list[str] = []
         for line, key in with_keys(text.splitlines()):
             if key and above:
                 found.setdefault(f"{group}{key}", above)
             above = [*above, line.strip()] if line.lstrip().startswith("#") else []
+    return found
+
+
+def with_defaults(path: Path) -> list[Path]:
+    """An option's file and those of its group that it starts from, the ones that win first.
+
+    Empty for an option that is no file here: one of Hydra's own, or of ``--config-dir``.
+    """
+    if not path.is_file():
+        return []
+    defaults = OmegaConf.to_container(OmegaConf.load(path)).get("defaults", [])  # type: ignore[union-attr]
+    same_group = [entry for entry in reversed(defaults) if isinstance(entry, str)]
+    found = [path]
+    for entry in same_group:
+        if entry != "_self_":
+            found += with_defaults(path.with_name(f"{entry}.yaml"))
     return found
 
 

@@ -7,7 +7,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
@@ -76,6 +76,31 @@ def assert_commented(lines: list[str]) -> None:
         if key and line.strip()[-1] != ":" and not before.lstrip().startswith("#")
     }
     assert bare == {"race.treatment", "race.i_know", "init.from", "init.revision"}
+
+
+def above(lines: list[str], key: str) -> list[str]:
+    """The comment lines above a dotted key."""
+    at = next(i for i, (_, found) in enumerate(with_keys(lines)) if found == key)
+    comment = list(takewhile(lambda line: line.lstrip().startswith("#"), reversed(lines[:at])))
+    return [line.strip() for line in reversed(comment)]
+
+
+def test_comments_are_those_of_the_options_that_were_chosen() -> None:
+    def shown(command: str, *words: str) -> list[str]:
+        return dflash_mp(command, "--cfg", "job", *words).stdout.splitlines()
+
+    default, other = shown("train"), shown("train", "optim=muon", "schedule=wsd", "loss=ce+kl")
+    assert above(default, "optim.kind") == ["# AdamW for all weights."]
+    assert above(other, "optim.kind")[0].startswith("# Muon for matrices")
+    assert "cosine" in above(default, "schedule.kind")[0]
+    assert "constant stretch" in above(other, "schedule.kind")[0]
+    # The default data is a file that starts from another one and says more of what it changes.
+    assert above(default, "data.train") == ["# The shipped set."]
+    assert above(default, "data.roles")[0].startswith("# Further names of roles")
+    assert above(other, "loss.gamma") == above(default, "loss.gamma") != []
+    plan = "\n".join(shown("plan", "gpu=h200"))
+    assert "H200" in plan
+    assert "A100" not in plan
 
 
 @pytest.mark.parametrize("arguments", [[], ["fly"]])
