@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from dflash_mp.acceptance import simulation_warning
-from dflash_mp.config import TargetConfig
+from dflash_mp.config import DataConfig, TargetConfig
 from dflash_mp.export_folder import add_facts
 from dflash_mp.job import Job
 from dflash_mp.learning_config import CROSS_ENTROPY, OBJECTIVES
@@ -47,8 +47,11 @@ def write_results(job: Job, results: dict[str, Any]) -> None:
 def next_commands(job: Job) -> list[str]:
     """Commands for what comes after a run, from docs/serving.md, with this run's names."""
     export, block_size = job.folder / "export", job.drafter_config.block_size
+    data = job.config.data
     ours, served = target_words(job.config.target), resolve(job.config.target)
-    evaluate = shlex.join(["python", "-m", "dflash_mp.evaluate", f"drafter={export}", *ours])
+    evaluate = shlex.join(
+        [*("python", "-m", "dflash_mp.evaluate", f"drafter={export}"), *ours, *template_words(data)]
+    )
     check = shlex.join(["python", "-m", "dflash_mp.export", f"check={export}"])
     convert = ["python", "-m", "dflash_mp.export", f"checkpoint={export}", "format=speculators"]
     method = {
@@ -66,12 +69,19 @@ def next_commands(job: Job) -> list[str]:
         *("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(export)),
         *("--speculative-num-draft-tokens", str(block_size)),
     ]
+    template = ["--chat-template", data.chat_template] if data.chat_template is not None else []
+    asked = json.dumps({"chat_template_kwargs": data.template_kwargs})
     return [
         f"evaluate     {evaluate} data.prompts=my_prompts.jsonl",
         f"export       {check}  # is it whole?",
         f"             {shlex.join([*convert, *ours])} output=new_folder",
-        f"serve        {shlex.join(vllm)}",
-        f"             {shlex.join(sglang)}",
+        f"serve        {shlex.join(vllm + template)}",
+        f"             {shlex.join(sglang + template)}",
+        *(
+            [f"             # in each request, as in training: {asked}"]
+            if data.template_kwargs
+            else []
+        ),
         "             # on GPUs; what to do when an engine accepts less: docs/serving.md",
     ]
 
@@ -83,6 +93,22 @@ def target_words(target: TargetConfig) -> list[str]:
     words = ["target=hub", f"target.name={target.name}"]
     words += [f"target.revision={target.revision}"] if target.revision else []
     return words + (["target.trust_remote_code=true"] if target.trust_remote_code else [])
+
+
+def template_words(data: DataConfig) -> list[str]:
+    """The overrides that make another command render prompts as this run's data was."""
+    words = [f"data.chat_template={data.chat_template}"] if data.chat_template is not None else []
+    given = (data.template_kwargs or {}).items()
+    return words + [f"+data.template_kwargs.{key}={in_override(value)}" for key, value in given]
+
+
+def in_override(value: Any) -> str:
+    """A value as Hydra's override grammar writes it: JSON, but for the keys of mappings."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{in_override(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(in_override, value))}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def curve(rows: list[dict[str, float]], objective: str) -> list[str]:
