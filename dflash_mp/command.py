@@ -40,7 +40,7 @@ def run_command(name: str, kind: type[ConfigT], work: Callable[[ConfigT, Path], 
         work: gets the validated configuration and Hydra's output folder of this job.
     """
     asked = set(sys.argv[1:])
-    if asked & {"--cfg", "--help", "-h"} and os.environ.get("RANK", "0") != "0":
+    if asked & {"--cfg", "-c", "--help", "-h"} and os.environ.get("RANK", "0") != "0":
         return  # one rank shows what all of them would run
     if asked & {"--help", "-h"}:
         sys.stdout.write(help_text(name, sys.modules[work.__module__]))
