@@ -17,6 +17,7 @@ import dflash_mp
 from dflash_mp.config import require
 from dflash_mp.learning_config import CROSS_ENTROPY
 from dflash_mp.progress import progress_bar
+from dflash_mp.tracker_runs import open_trackers
 
 METRICS = "metrics.jsonl"
 
@@ -57,11 +58,9 @@ class Tracker:
     ) -> None:
         self.main = accelerator.is_main_process
         self.accelerator = accelerator
-        # TensorBoard hides what the killed process had written behind this step.
-        purge = {"tensorboard": {"purge_step": first_step + 1}} if first_step else {}
-        accelerator.init_trackers("dflash_mp", config, purge)
         if not self.main:
             return
+        open_trackers(accelerator, folder, first_step, config)
         self.path = folder / METRICS
         before = keep_metrics(self.path, first_step, first_step == steps) if first_step else 0.0
         self.start = time.perf_counter() - before
