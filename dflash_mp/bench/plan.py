@@ -1,10 +1,13 @@
-"""How near the planner is: ``python -m dflash_mp.bench.plan``, predicted against measured on a CPU.
+"""How near the planner is: predicted against measured on a CPU.
+
+    python -m dflash_mp.bench.plan
 
 Three shapes of random targets and drafters. Measured are CPU seconds of one thread, so a busy
 machine disturbs little: the target's forward into a frame, the drafter's loss and backward, and
 its optimizer step. The planner gets the configurations and measures products and memory itself.
 """
 
+import argparse
 import json
 import sys
 import tempfile
@@ -101,8 +104,14 @@ SHAPES = [
 ]
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Print a line for each shape and side, and all of it as JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash_mp.bench.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args(arguments)
     torch.set_num_threads(1)
     results = []
     for shape in SHAPES:
@@ -204,4 +213,4 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

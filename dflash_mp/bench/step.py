@@ -49,6 +49,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("form", nargs="?", default="short", choices=FORMS)
     parser.add_argument("result", type=Path, nargs="?", help="default: results/step-<form>.json")
     parsed = parser.parse_args(arguments)
+    torch.set_num_threads(1)
     form = parsed.form
     if form == "quick":
         found = run(TINY, QUICK, ("float32",), {OURS: OUR_WORKER})
@@ -192,5 +193,4 @@ def say(row: dict[str, Any], ours: float) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main(sys.argv[1:])

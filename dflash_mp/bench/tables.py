@@ -1,8 +1,11 @@
 """The tables and the plot of BENCH.md, made from the committed results.
 
-``python -m dflash_mp.bench.tables BENCH.md`` rewrites them in place.
+    python -m dflash_mp.bench.tables BENCH.md
+
+rewrites them in place: the tables in the page, the plot in docs/ beside it.
 """
 
+import argparse
 import json
 import statistics
 import sys
@@ -280,9 +283,15 @@ def plot(stream: Row, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Entry point."""
-    path = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash_mp.bench.tables",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("page", type=Path, help="the page with the marks of the tables")
+    path = parser.parse_args(arguments).page
     path.write_text(with_tables(path.read_text(), tables()))
     stream = load("stream-full")
     if stream is not None:
@@ -290,4 +299,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

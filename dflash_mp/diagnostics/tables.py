@@ -1,8 +1,11 @@
 """The tables of docs/race.md, made from the committed results.
 
-``python -m dflash_mp.diagnostics.tables docs/race.md`` rewrites them in place.
+    python -m dflash_mp.diagnostics.tables docs/race.md
+
+rewrites them in place.
 """
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,11 +106,17 @@ def _made_with(about: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Entry point."""
-    path = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash_mp.diagnostics.tables",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("page", type=Path, help="the page with the marks of the tables")
+    path = parser.parse_args(arguments).page
     path.write_text(with_tables(path.read_text(), tables()))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
