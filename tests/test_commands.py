@@ -84,6 +84,13 @@ def test_the_installed_command_passes_everything_on_to_the_module() -> None:
     assert dflash_mp("train", "--cfg", "job", "seed=7").stdout == module.stdout
 
 
+@pytest.mark.parametrize("flags", [("--cfg", "job"), ("-c", "job"), ("--help",)])
+def test_one_rank_shows_what_all_would_run(flags: tuple[str, ...]) -> None:
+    first, second = (dflash_mp("train", *flags, RANK=rank) for rank in "01")
+    assert (bool(first.stdout), second.stdout) == (True, "")
+    assert first.returncode == second.returncode == 0
+
+
 def assert_commented(lines: list[str]) -> None:
     """Each key has its comment above it, or its section has."""
     assert "# Seed of the initial weights, the order of the data and the anchors." in lines
