@@ -214,7 +214,7 @@ def test_blocks_that_need_gpus_say_so(page: Path) -> None:
         found = [command for line in lines if (command := command_of(line)) is not None]
         needs = [c.line for c in found if c.needs_gpus]
         needs += [line for line in lines if line.startswith(("vllm", "python -m sglang", "sbatch"))]
-        marked = any(line.startswith("# needs GPUs") for line in block.splitlines())
+        marked = any(line.strip().startswith("# needs GPUs") for line in block.splitlines())
         assert marked == bool(needs), f"{page.name}: {needs or block}"
 
 
@@ -254,7 +254,23 @@ def test_commands_without_a_mark_can_be_run() -> None:
         assert command, f"{line}: no test can run it; say why in a mark"
         known = command.module in {*ON_TINY_TARGET, *AS_WRITTEN} and "launch.spawn" not in line
         assert known, f"{line}: does it run in a second? Then name its module here, else say why"
-    assert all((ROOT / "tests" / name).is_file() for name in RUN_ELSEWHERE.values())
+
+
+def test_what_is_run_elsewhere_stands_there() -> None:
+    lines = {line for page in PAGES for line in unmarked(page)}
+    for line, name in RUN_ELSEWHERE.items():
+        assert line in lines, f"{line}: on no page any more"
+        code = (ROOT / "tests" / name).read_text()
+        command = command_of(line)
+        words = command.overrides if command else [line]
+        assert all(word in code for word in words), f"{name} does not run {line}"
+
+
+def test_marks_count_in_indented_blocks_too(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    commands_of = "    python -m a\n    python -m b\n"
+    page.write_text(f"text\n\n    # runs for minutes\n{commands_of}\ntext\n\n{commands_of}")
+    assert unmarked(page) == ["python -m a", "python -m b"]
 
 
 @pytest.mark.slow

@@ -87,6 +87,13 @@ def test_a_bad_cell_is_shown_with_its_traceback(tmp_path, capsys):
     assert written["cells"][0]["example"]["kind"] == "NameError"
 
 
+@pytest.mark.slow
+def test_the_cell_that_the_page_shows(tmp_path):
+    overrides = ("scenario=call-in-make-fx", "treatment=patch-after")
+    expected = 0 if mechanism.features().flag_per_thread else 10
+    assert race(config(*overrides, f"output={tmp_path / 'race.json'}")) == expected
+
+
 def test_a_good_cell_exits_with_zero(tmp_path):
     overrides = ("scenario=call-in-symbolic-trace", "treatment=backport-hooks", "repeats=2")
     assert race(config(*overrides, f"output={tmp_path / 'race.json'}")) == 0
