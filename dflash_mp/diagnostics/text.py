@@ -6,6 +6,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from dflash_mp.diagnostics.verdict import INCONCLUSIVE, LOUD, OK, SILENT, Tally
+from dflash_mp.diagnostics.words import in_words
 
 if TYPE_CHECKING:
     from dflash_mp.diagnostics.mechanism import Features
@@ -126,51 +127,3 @@ def verdict(
             lines += [f"  {relation}: {cell}" for cell in compared.get(relation, [])]
     lines += [f" - {sentence}" for sentence in in_words(tallies, features)]
     return "\n".join(lines) + "\n\n"
-
-
-def in_words(tallies: list[Tally], features: "Features") -> list[str]:
-    """Derive the sentences of the verdict from the outcomes of this run."""
-    seen = {(t.scenario, t.treatment): t for t in tallies if t.runs}
-
-    def bad(scenario: str, treatment: str = "none") -> bool | None:
-        cell = seen.get((scenario, treatment))
-        return cell.bad > 0 if cell else None
-
-    sentences = []
-    if bad("call-in-compile"):
-        sentences.append("A call of a compiled function fails while another thread compiles.")
-    elif bad("call-in-compile") is False and not features.flag_per_thread:
-        sentences.append(
-            "The flag is shared by all threads. A compile in another thread does no harm, only "
-            "because is_compiling() is True in all threads meanwhile; a trace outside a compile "
-            + ("does." if bad("call-in-make-fx") else "did none in this run.")
-        )
-    elif bad("call-in-make-fx") is False and features.flag_per_thread:
-        sentences.append("The flag is kept per thread: another thread's trace does not raise.")
-    if bad("call-in-make-fx", "patch-after"):
-        sentences.append("Patching the function after torch.compile() has no effect.")
-    if bad("call-in-make-fx", "patch-before") is False and bad(
-        "trace-over-inductor", "patch-before"
-    ):
-        sentences.append(
-            "Patching it before does, and takes away the check for everybody: make_fx over a "
-            "compiled function then returns a wrong graph without an error."
-        )
-    if bad("trace-over-inductor", "backport") is False:
-        sentences.append("A thread-local flag keeps that check.")
-    # With the flag out of the way, whatever still fails is other state.
-    best = ("backport-hooks", "backport", "none")
-    rest = [
-        name
-        for name in dict.fromkeys(t.scenario for t in tallies)
-        if next((bad(name, t) for t in best if (name, t) in seen), False)
-    ]
-    if rest:
-        sentences.append(f"Still process-wide whatever is done to the flag: {', '.join(rest)}.")
-    processes = [t for t in tallies if t.treatment == "processes" and t.runs]
-    runs, failed = sum(t.runs for t in processes), sum(t.bad for t in processes)
-    if processes:
-        sentences.append(
-            f"One process per drafter: {failed} bad of {runs} runs in {len(processes)} scenarios."
-        )
-    return sentences
