@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from dflash_mp.diagnostics.attention import block_mask, flex_expected, flex_inputs
 from dflash_mp.diagnostics.scenario import Actor, Scenario
@@ -15,6 +15,8 @@ from dflash_mp.diagnostics.stage import DeadlinePassed, Stage
 
 # Signatures per thread. With three threads one function stays below the recompile limit of 8.
 LENGTHS = 2
+# Optimizer steps after which a drafter begins anew, so that each can be compared.
+STEPS = 20
 
 
 def workers(work: Callable[[Stage, int], None]) -> Callable[[int], dict[str, Actor]]:
@@ -41,7 +43,9 @@ def _keep_compiling(stage: Stage) -> None:
         # A new code object each time: torch keeps what it compiled with the code object.
         function = types.FunctionType(_fresh.__code__.replace(), globals())
         with stage.section("compile", id(function)):
-            torch.compile(function, backend=stage.backend())(torch.ones(4))
+            compiled = torch.compile(function, backend=stage.backend())
+            result = stage.call(compiled, torch.ones(4))
+        stage.expect("the output is", result, torch.full((4,), 3.0))
 
 
 def _for_a_while(stage: Stage) -> Iterator[None]:
@@ -182,20 +186,43 @@ def _warm_blocks(stage: Stage, partial: bool) -> None:
 # Eager work beside a compile, and warm calls beside each other.
 
 
-def _adamw_worker(stage: Stage, index: int) -> None:
+def _fresh_adamw() -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
     weights = [nn.Parameter(torch.ones(4)) for _ in range(8)]
-    optimizer = torch.optim.AdamW(weights, foreach=True)
     for weight in weights:
         weight.grad = torch.ones(4)
-    for _ in _for_a_while(stage):
+    return weights, torch.optim.AdamW(weights, foreach=True)
+
+
+def _adamw_alone(stage: Stage) -> list[Tensor]:
+    """Return the weights, [8, 4], after each of the first ``STEPS`` steps of one thread."""
+    weights, optimizer = _fresh_adamw()
+    expected = []
+    for _ in range(STEPS):
+        optimizer.step()
+        expected.append(torch.stack([weight.detach() for weight in weights]))
+    return expected
+
+
+def _adamw_worker(stage: Stage, index: int) -> None:
+    for count, _ in enumerate(_for_a_while(stage)):
+        if count % STEPS == 0:
+            weights, optimizer = _fresh_adamw()
         with stage.section("optimizer"):
             optimizer.step()
+        stepped = torch.stack([weight.detach() for weight in weights])  # [8, 4]
+        stage.expect("the stepped weights are", stepped, stage.shared[count % STEPS])
+
+
+def _mask_alone(stage: Stage) -> BlockMask:
+    return block_mask(32)
 
 
 def _mask_worker(stage: Stage, index: int) -> None:
     for _ in _for_a_while(stage):
         with stage.section("mask"):
-            block_mask(32)
+            mask = block_mask(32)
+        for name in ("kv_num_blocks", "kv_indices"):
+            stage.expect(f"{name} is", getattr(mask, name), getattr(stage.shared, name))
 
 
 def _warm_fullgraph(stage: Stage) -> Any:
@@ -206,7 +233,8 @@ def _warm_fullgraph(stage: Stage) -> Any:
 
 def _fullgraph_worker(stage: Stage, index: int) -> None:
     for _ in _for_a_while(stage):
-        stage.call(stage.shared, torch.ones(4))
+        result = stage.call(stage.shared, torch.ones(4))
+        stage.expect("the output is", result, torch.full((4,), 3.0))
 
 
 STOCHASTIC = {
@@ -227,11 +255,13 @@ STOCHASTIC = {
     "adamw-threads": Scenario(
         "eager foreach AdamW steps beside a compiling thread",
         compiler_and_workers(_adamw_worker),
+        prepare=_adamw_alone,
         random=True,
     ),
     "mask-threads": Scenario(
         "every drafter makes block masks; nobody compiles",
         workers(_mask_worker),
+        prepare=_mask_alone,
         random=True,
     ),
     "fullgraph-threads": Scenario(

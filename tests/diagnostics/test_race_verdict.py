@@ -6,9 +6,11 @@ import time
 import pytest
 import torch
 
+from dflash_mp.diagnostics import stochastic
 from dflash_mp.diagnostics.plans import TREATMENTS
 from dflash_mp.diagnostics.probe import Cell, Probe, _collect, start_context
 from dflash_mp.diagnostics.stage import Report, Stage, StageSettings, event_names
+from dflash_mp.diagnostics.stochastic import STOCHASTIC
 from dflash_mp.diagnostics.treatments import dynamo_config
 from dflash_mp.diagnostics.verdict import (
     INCONCLUSIVE,
@@ -90,6 +92,49 @@ def test_a_backward_does_not_make_up_for_an_uncompiled_call():
 
 def test_wrong_numbers_are_silent():
     found = judged(lambda on: on.expect("it is", torch.ones(2), torch.zeros(2)))
+    assert (found.outcome, found.labels) == (SILENT, ("wrong numbers",))
+
+
+def with_other_weights(expected):
+    return [expected[0] + 0.01, *expected[1:]]
+
+
+def with_another_count(mask):
+    mask.kv_num_blocks = mask.kv_num_blocks + 1
+    return mask
+
+
+def with_other_indices(mask):
+    mask.kv_indices = mask.kv_indices.flip(-1)
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("scenario", "spoil"),
+    [
+        ("adamw-threads", with_other_weights),
+        ("mask-threads", with_another_count),
+        ("mask-threads", with_other_indices),
+        ("fullgraph-threads", lambda compiled: lambda x: compiled(x) + 1),
+    ],
+)
+def test_wrong_numbers_in_a_random_scenario_are_silent(scenario, spoil):
+    """One drafter alone: right as it is, found wrong when what it shares is spoiled."""
+
+    def drafter(on: Stage, change=lambda shared: shared) -> None:
+        on.shared = change(STOCHASTIC[scenario].prepare(on))
+        STOCHASTIC[scenario].actors(2)["drafter 1"](on)
+
+    assert judged(drafter).outcome == OK
+    found = judged(lambda on: drafter(on, spoil))
+    assert (found.outcome, found.labels) == (SILENT, ("wrong numbers",))
+
+
+def test_wrong_numbers_of_the_compiling_thread_are_silent(monkeypatch):
+    compiler = STOCHASTIC["adamw-threads"].actors(2)["drafter 0"]
+    assert judged(compiler).outcome == OK
+    monkeypatch.setattr(stochastic, "_fresh", lambda x: x * 2)
+    found = judged(compiler)
     assert (found.outcome, found.labels) == (SILENT, ("wrong numbers",))
 
 
