@@ -218,9 +218,12 @@ def _mask_alone(stage: Stage) -> BlockMask:
 
 
 def _mask_worker(stage: Stage, index: int) -> None:
+    masks = []
     for _ in _for_a_while(stage):
         with stage.section("mask"):
-            mask = block_mask(32)
+            masks.append(block_mask(32))
+    # Compared afterwards: whatever comes between two makes it rarer that threads meet.
+    for mask in masks:
         for name in ("kv_num_blocks", "kv_indices"):
             stage.expect(f"{name} is", getattr(mask, name), getattr(stage.shared, name))
 
@@ -232,7 +235,7 @@ def _warm_fullgraph(stage: Stage) -> Any:
 
 
 def _fullgraph_worker(stage: Stage, index: int) -> None:
-    # Compared afterwards: the calls that meet are the rarer, the more there is between them.
+    # Compared afterwards: whatever comes between two makes it rarer that threads meet.
     results = [stage.call(stage.shared, torch.ones(4)) for _ in _for_a_while(stage)]
     for result in results:
         stage.expect("the output is", result, torch.full((4,), 3.0))
