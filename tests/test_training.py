@@ -17,6 +17,7 @@ pytestmark = pytest.mark.distributed
 
 Launch = Callable[..., object]
 MEMORY = ["profile=memory", "profile.skip=1", "profile.record=1"]
+STEPS = ["profile=steps", "profile.skip=1", "profile.record=2"]
 
 
 def trained(folder: Path) -> dict[str, Tensor]:
@@ -48,7 +49,7 @@ def test_weights_are_bit_equal_for_any_targets_slots_edge_launcher_and_delay(
     slow = Path(__file__).parent / "slow_target.py"
     jobs = {
         "2+1, one slot, gloo": {"ranks": 3, "overrides": ["wire.slots=1", "wire.edge=gloo"]},
-        "3+1": {"ranks": 4, "overrides": ["topology.targets=3"]},
+        "3+1, its steps recorded": {"ranks": 4, "overrides": ["topology.targets=3", *STEPS]},
         "2+1, torchrun, its memory recorded": {"ranks": 3, "overrides": MEMORY, "spawn": False},
         "2+1, delayed at random": {"ranks": 3, "overrides": [], "script": slow},
     }
