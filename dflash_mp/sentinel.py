@@ -112,8 +112,12 @@ class Sentinel:
         self._silence = Silence()
         self._stop_deadline = 0.0
         self._signals = StopSignals()
-        for name, work in (("verdict", self._await_verdict), ("watch", self._watch)):
-            threading.Thread(target=self._run, args=(work,), name=name, daemon=True).start()
+        listener, self._watcher = (
+            threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+            for name, work in (("verdict", self._await_verdict), ("watch", self._watch))
+        )
+        listener.start()
+        self._watcher.start()
 
     # What the main thread says.
 
@@ -159,6 +163,9 @@ class Sentinel:
         self._closed.set()
         # From here on only this: an end that does not come shows where it hangs.
         faulthandler.dump_traceback_later(self.limits.gil_s, exit=True)
+        # Were it inside a call of the store when the interpreter ends, coming back would abort the
+        # process. The listener's call does not come back.
+        self._watcher.join()
         self._signals.restore()
         remove_report(self.hello.report)
 

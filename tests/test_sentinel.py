@@ -327,3 +327,52 @@ def test_the_report_of_a_leaving_rank_does_not_come_back(tmp_path: Path) -> None
     finally:
         child.kill()
         child.wait()
+
+
+LEAVES_IN_A_BEAT = """
+import sys, threading
+from datetime import timedelta
+import torch.distributed as dist
+from dflash_mp.cast import place
+from dflash_mp.config import TopologyConfig
+from dflash_mp.sentinel import Sentinel
+from test_sentinel import LIMITS
+
+beats = threading.Event()
+
+class SlowBeats:
+    def __init__(self, store):
+        self.store = store
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+    def set(self, key, value):
+        beats.set()
+        try:
+            self.store.wait(["never"], timedelta(seconds=2))
+        except dist.DistStoreError:
+            pass
+
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]))
+sentinel = Sentinel(place(0, 3, 3, TopologyConfig(2, 1)), store, LIMITS)
+sentinel._peers.store = SlowBeats(sentinel._peers.store)
+beats.wait()
+sentinel.bye()
+"""
+
+
+@pytest.mark.distributed
+def test_a_rank_that_is_done_ends_well_though_its_store_is_slow() -> None:
+    """Inside a call of the store a thread must not outlive the interpreter: that is an abort."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for other in (1, 2):
+        store.set(f"bye/{other}", "")
+    paths = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+    ended = subprocess.run(
+        [sys.executable, "-c", LEAVES_IN_A_BEAT, str(store.port)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
