@@ -11,7 +11,7 @@ import pytest
 import torch
 from hydra.core.config_store import ConfigStore
 
-from tiny import make_conversations, make_tiny_target
+from tiny import LAUNCHED, make_conversations, make_tiny_target
 
 torch.set_num_threads(1)
 # Children (torchrun, spawn) read it when torch is loaded.
@@ -56,7 +56,6 @@ def own_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
-LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Launch = Callable[..., subprocess.CompletedProcess]
 
 

@@ -5,7 +5,7 @@ The names of the arguments are those of wandb 0.31.0, trackio 0.43.0 and mlflow-
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,10 +13,12 @@ from typing import Any
 import accelerate.tracking
 import pytest
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import LoggerType
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dflash_mp.tracking import Tracker, read_metrics
+from tiny import LAUNCHED
 
 Calls = list[dict[str, Any]]
 
@@ -54,6 +56,16 @@ def mlflow_module(calls: Calls) -> dict[str, Any]:
         "end_run": lambda: None,
         "utils": SimpleNamespace(validation=limits),
     }
+
+
+@pytest.fixture(autouse=True)
+def no_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process is no rank, whatever Accelerate has noted in another test."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
