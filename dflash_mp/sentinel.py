@@ -346,8 +346,10 @@ class Sentinel:
             return
         # The launcher knows more: how it ended, and whether the job can do without it.
         self._hold(LAUNCHER_FIRST_S)
-        for peer in self._peers.dead():
-            self._speak(dead_peer(self._peers.store, peer))
+        dead = self._peers.dead()
+        # Whoever left because of a verdict is no culprit; the listener follows it.
+        if dead and not self._peers.store.check(["verdict"]):
+            self._speak(dead_peer(self._peers.store, dead[0]))
 
     def _check_neighbour(self) -> None:
         beat = read_beat(self._peers.store, self._peers.next)
