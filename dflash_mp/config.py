@@ -7,7 +7,6 @@ this module must stay importable without torch.
 
 import difflib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -313,7 +312,7 @@ def to_config(raw: DictConfig, kind: type[ConfigT]) -> ConfigT:
     known = set(config_keys(kind))
     extra = sorted(
         key
-        for key in dotted(OmegaConf.to_container(raw))
+        for key in flat(OmegaConf.to_container(raw))
         if not any(".".join(key.split(".")[: n + 1]) in known for n in range(key.count(".") + 1))
     )
     require(not extra, f"unknown configuration key {', '.join(extra)}")
@@ -327,13 +326,13 @@ def to_config(raw: DictConfig, kind: type[ConfigT]) -> ConfigT:
     return config
 
 
-def dotted(values: Any, prefix: str = "") -> Iterator[str]:
-    """The dotted keys of nested mappings."""
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys; an empty mapping is a value."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict):
-            yield from dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
+        nested = isinstance(value, dict) and value
+        found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return found
 
 
 def config_keys(kind: type[Any], prefix: str = "") -> list[str]:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from dflash_mp.cast import TARGET, Cast, agree, enter, launcher_store, place_from_environment
 from dflash_mp.checkpoint import Start
-from dflash_mp.config import TrainConfig, cache_dir, require
+from dflash_mp.config import TrainConfig, cache_dir, flat, require
 from dflash_mp.data.corpus import check_data, load_prepared, prepare
 from dflash_mp.data.summary import summary_lines
 from dflash_mp.diagnostics.untouched import patched_torch_names
@@ -24,7 +24,7 @@ from dflash_mp.drafter.step import describe_objective
 from dflash_mp.job import Job, drafter_config
 from dflash_mp.profiling import recording
 from dflash_mp.published import adopt_shape, naming_source
-from dflash_mp.report.run_files import changes, flat
+from dflash_mp.report.run_files import changes
 from dflash_mp.resume import refuse_other_data
 from dflash_mp.roles.drafter import run_drafter
 from dflash_mp.roles.means import PROCESSES

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mp.checkpoint import Start, checkpoints, read_state, step_of
-from dflash_mp.config import TrainConfig, UserError, dotted, require
+from dflash_mp.config import TrainConfig, UserError, flat, require
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def start_of(path: Path | None, config: TrainConfig) -> Start:
     if not isinstance(recorded, dict) or not isinstance(state.get("batches"), int):
         raise UserError(f"{path} does not say how it was made: no checkpoint of this release")
     require(state["step"] == step_of(path), f"{path} holds the state of step {state['step']}")
-    old, new = flatten(recorded), flatten(asdict(config))
+    old, new = flat(recorded), flat(asdict(config))
     differ = [
         f"{key} {old[key]} -> {new[key]}"
         for key in sorted(old.keys() & new.keys())
@@ -92,17 +92,6 @@ def start_of(path: Path | None, config: TrainConfig) -> Start:
 def may_change(key: str) -> bool:
     """Whether a run may continue with another value of ``key``."""
     return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
-
-
-def flatten(values: dict[str, Any]) -> dict[str, Any]:
-    """Nested settings as dotted keys."""
-    result: dict[str, Any] = {}
-    for key in dotted(values):
-        value: Any = values
-        for part in key.split("."):
-            value = value[part]
-        result[key] = value
-    return result
 
 
 def refuse_other_data(path: Path, fingerprint: str, drafter: dict[str, Any]) -> None:

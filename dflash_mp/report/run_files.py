@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from dflash_mp.config import config_dir, require
+from dflash_mp.config import config_dir, flat, require
 
 REPORT = "report.html"
 WALK = "heldout.json"
@@ -135,12 +135,3 @@ def changes(settings: Mapping[str, Any]) -> list[str]:
 def as_yaml(value: Any) -> str:
     """``value`` as it is written in a configuration, near enough."""
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys; an empty mapping is a value."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        nested = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return found

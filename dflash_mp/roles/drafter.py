@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from dflash_mp import checkpoint
 from dflash_mp.cast import Cast
 from dflash_mp.checkpoint import CheckpointWriter
-from dflash_mp.config import TrainConfig
+from dflash_mp.config import TrainConfig, flat
 from dflash_mp.drafter.checkpoint_format import load_drafter
 from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.hf_config import config_json
@@ -56,7 +56,7 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
     sentinel.wait("the target to be loaded")
     writer = make_writer(cast, job)
     sentinel.phase("restore", limits.setup_s)
-    tracker = Tracker(accelerator, job.folder, steps, start.step, flat(config))
+    tracker = Tracker(accelerator, job.folder, steps, start.step, settings(config))
     decoding = Decoding(cast, job, tracker)
     # With the untrained weights: a continued run may have to ask for these, too.
     decoding.ask_before(model)
@@ -243,12 +243,9 @@ def heldout_values(counts: BlockCounts) -> dict[str, float]:
     }
 
 
-def flat(config: TrainConfig) -> dict[str, Any]:
+def settings(config: TrainConfig) -> dict[str, Any]:
     """The configuration as dotted keys and plain values, for trackers."""
-    values: dict[str, Any] = {}
-    for key, section in vars(config).items():
-        nested = vars(section) if hasattr(section, "__dict__") else {None: section}
-        for name, value in nested.items():
-            full = key if name is None else f"{key}.{name}"
-            values[full] = value if isinstance(value, int | float | str) else str(value)
-    return values
+    return {
+        key: value if isinstance(value, int | float | str) else str(value)
+        for key, value in flat(asdict(config)).items()
+    }
