@@ -46,11 +46,11 @@ class LiveReport:
         """Write the report."""
         if not self.active:
             return
-        # Slow to import: it draws, and all ranks but one never do.
-        from dflash_mp.report.page import write_report
-
         start = time.monotonic()
         try:
+            # Slow to import: it draws, and all ranks but one never do.
+            from dflash_mp.report.page import write_report
+
             write_report(self.folder)
         except Exception:
             # Training is worth more than a picture of it.
