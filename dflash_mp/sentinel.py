@@ -29,13 +29,7 @@ import torch.distributed as dist
 
 from dflash_mp.cast import Place, connection
 from dflash_mp.config import FailureConfig, UserError
-from dflash_mp.judge import (
-    Silence,
-    dead_peer,
-    is_communication,
-    no_progress,
-    silent_neighbour,
-)
+from dflash_mp.judge import Silence, dead_peer, is_communication, no_progress, silent_neighbour
 from dflash_mp.peers import Beat, Hello, Peers, read_beat
 from dflash_mp.stop_signals import StopSignals
 from dflash_mp.verdict import (

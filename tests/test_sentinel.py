@@ -269,29 +269,41 @@ def test_ranks_that_have_all_left_are_not_judged() -> None:
     assert no_progress(peers, 3) is None
 
 
-SLOW_BEAT = """
-import sys, time
+WATCHED = """
+import sys, threading, time
 from datetime import timedelta
+from functools import partial
 import torch.distributed as dist
 from dflash_mp.cast import place
 from dflash_mp.config import TopologyConfig
 from dflash_mp.sentinel import Sentinel
 from test_sentinel import LIMITS
 
-class SlowBeats:
-    def __init__(self, store):
+class Wrapped:
+    def __init__(self, store, calls):
         self.store = store
+        vars(self).update({name: partial(call, store) for name, call in calls.items()})
     def __getattr__(self, name):
         return getattr(self.store, name)
-    def set(self, key, value):
-        self.store.set(key, value)
-        if key == "beat/0":
-            print("beats", flush=True)
-            time.sleep(1)
 
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]))
-sentinel = Sentinel(place(0, 3, 3, TopologyConfig(2, 1)), store, LIMITS)
-sentinel._peers.store = SlowBeats(sentinel._peers.store)
+def watched(**calls):
+    store = dist.TCPStore("127.0.0.1", int(sys.argv[1]))
+    sentinel = Sentinel(place(0, 3, 3, TopologyConfig(2, 1)), store, LIMITS)
+    sentinel._peers.store = Wrapped(sentinel._peers.store, calls)
+    return sentinel
+"""
+"""Rank 0 of three, whose sentinel calls the store in another way."""
+
+PATHS = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])
+
+SLOW_BEAT = """
+def set(store, key, value):
+    store.set(key, value)
+    if key == "beat/0":
+        print("beats", flush=True)
+        time.sleep(1)
+
+sentinel = watched(set=set)
 time.sleep(60)
 """
 
@@ -302,13 +314,11 @@ def test_the_report_of_a_leaving_rank_does_not_come_back(tmp_path: Path) -> None
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     report = tmp_path / "error.json"
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(
-            [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
-        ),
+        "PYTHONPATH": PATHS,
         "TORCHELASTIC_ERROR_FILE": str(report),
     }
     child = subprocess.Popen(
-        [sys.executable, "-c", SLOW_BEAT, str(store.port)],
+        [sys.executable, "-c", WATCHED + SLOW_BEAT, str(store.port)],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
@@ -330,31 +340,21 @@ def test_the_report_of_a_leaving_rank_does_not_come_back(tmp_path: Path) -> None
 
 
 LEAVES_IN_A_BEAT = """
-import sys, threading
-from datetime import timedelta
-import torch.distributed as dist
-from dflash_mp.cast import place
-from dflash_mp.config import TopologyConfig
-from dflash_mp.sentinel import Sentinel
-from test_sentinel import LIMITS
-
 beats = threading.Event()
 
-class SlowBeats:
-    def __init__(self, store):
-        self.store = store
-    def __getattr__(self, name):
-        return getattr(self.store, name)
-    def set(self, key, value):
-        beats.set()
-        try:
-            self.store.wait(["never"], timedelta(seconds=2))
-        except dist.DistStoreError:
-            pass
+def set(store, key, value):
+    beats.set()
+    try:
+        store.wait(["never"], timedelta(seconds=2))
+    except dist.DistStoreError:
+        pass
 
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]))
-sentinel = Sentinel(place(0, 3, 3, TopologyConfig(2, 1)), store, LIMITS)
-sentinel._peers.store = SlowBeats(sentinel._peers.store)
+class LongEnd:
+    def __del__(self, sleep=time.sleep):
+        sleep(4)
+
+end = LongEnd()
+sentinel = watched(set=set)
 beats.wait()
 sentinel.bye()
 """
@@ -362,17 +362,62 @@ sentinel.bye()
 
 @pytest.mark.distributed
 def test_a_rank_that_is_done_ends_well_though_its_store_is_slow() -> None:
-    """Inside a call of the store a thread must not outlive the interpreter: that is an abort."""
+    """A thread that comes back from the store into an ended interpreter aborts the process."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for other in (1, 2):
         store.set(f"bye/{other}", "")
-    paths = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
     ended = subprocess.run(
-        [sys.executable, "-c", LEAVES_IN_A_BEAT, str(store.port)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        [sys.executable, "-c", WATCHED + LEAVES_IN_A_BEAT, str(store.port)],
+        env=os.environ | {"PYTHONPATH": PATHS},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
+
+
+SEES_A_DEAD_RANK = """
+looks = 0
+
+def check(store, keys):
+    global looks
+    looks += keys == ["bye/2"]
+    # First when it learns of rank 2, then when it finds it dead.
+    if keys == ["bye/2"] and looks == 2:
+        print("looks", flush=True)
+        store.compare_set("verdict", "", sys.argv[2])
+    return store.check(keys)
+
+sentinel = watched(check=check)
+time.sleep(60)
+"""
+
+
+@pytest.mark.distributed
+def test_a_rank_that_left_because_of_a_verdict_is_no_culprit(
+    tmp_path: Path, process: subprocess.Popen
+) -> None:
+    """Rank 1 has failed, rank 2 is gone for that, and rank 0 hears it while it looks at rank 2."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    report = tmp_path / "error.json"
+    store.set("hello/2", json.dumps(asdict(hello(2, process.pid, str(report)))))
+    process.kill()
+    process.wait()
+    verdict = replace(hello(1).accused("step", "raised"), by="x").pack()
+    child = subprocess.Popen(
+        [sys.executable, "-c", WATCHED + SEES_A_DEAD_RANK, str(store.port), verdict],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": PATHS},
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "looks\n"
+        # It waits for half a second in case its launcher knows more.
+        time.sleep(2)
+        assert child.poll() is None
+        assert not report.exists()
+    finally:
+        child.kill()
+        child.wait()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 
 import dflash_mp.drafter.model
 from dflash_mp.config import DrafterConfig, LossConfig, UserError
@@ -15,7 +15,7 @@ from dflash_mp.drafter.anchors import sample_anchors
 from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.hf_config import read_config
 from dflash_mp.drafter.model import DFlashDraftModel, DraftCache
-from dflash_mp.drafter.step import batch_loss, describe_objective
+from dflash_mp.drafter.step import BatchLoss, batch_loss, describe_objective
 from dflash_mp.features import FeatureBatch
 
 WIDTH, VOCAB, BLOCK, MASK, TAPS, ANCHORS = 16, 41, 5, 40, 2, 6
@@ -185,7 +185,7 @@ def test_batch_loss_equals_plain_loops(
         torch.testing.assert_close(parameter.grad.double(), gradient, atol=1e-4 * scale, rtol=1e-4)
 
 
-def step_without_values(attention: str, kind: str) -> None:
+def step_without_values(attention: str, kind: str) -> BatchLoss:
     """A forward on tensors that have shapes but no values; asking for one raises.
 
     Without a backward: FlexAttention has none on the CPU.
@@ -194,13 +194,17 @@ def step_without_values(attention: str, kind: str) -> None:
     with FakeTensorMode() as mode, torch.no_grad():
         tensors = {k: mode.from_tensor(v) for k, v in vars(real).items() if isinstance(v, Tensor)}
         batch, loss = replace(real, **tensors), loss_config(kind, "data", False)
-        batch_loss(make_model(attention), make_head(None), batch, MASK, DRAFTER, loss, seed=0)
+        return batch_loss(
+            make_model(attention), make_head(None), batch, MASK, DRAFTER, loss, seed=0
+        )
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kind", ["ce", "dpace", "kl"])
 def test_with_flex_the_host_needs_no_value_of_the_device(kind: str) -> None:
-    step_without_values("flex", kind)
+    out = step_without_values("flex", kind)
+    assert isinstance(out.loss, FakeTensor)
+    assert (out.loss.shape, out.counts.shape) == ((), (6,))
 
 
 def test_a_step_that_asks_for_a_value_is_noticed() -> None:
