@@ -59,14 +59,18 @@ def test_weights_are_bit_equal_for_any_targets_slots_edge_launcher_and_delay(
         result = launch(job.pop("ranks"), f"output_dir={folder}", *overrides, **job)
         assert_same_bits(ran(result, folder), reference)
     peaks = tmp_path / "2+1-torchrun-its-memory-recorded" / "profile"
-    for rank, phases in {
-        "rank1-target1": {"load the target", "forward"},
-        "rank2-drafter0": {"load the drafter", "step", "wait for frame k"},
-    }.items():
-        rows = json.loads((peaks / f"{rank}.memory.json").read_text())["phases"]
-        assert phases <= {row["phase"] for row in rows}
-        # A Python with torch and a model.
-        assert all(100 < row["peak_mib"] < 10_000 for row in rows)
+    recorded = {
+        path.name.removesuffix(".memory.json"): json.loads(path.read_text())["phases"]
+        for path in peaks.glob("*.memory.json")
+    }
+    phases = {rank: {row["phase"] for row in rows} for rank, rows in recorded.items()}
+    first, second = phases["rank0-target0"], phases["rank1-target1"]
+    # A target that comes late may find no frame left to make.
+    assert {"load the target"} <= first & second
+    assert {"forward"} <= first | second
+    assert {"load the drafter", "step", "wait for frame k"} <= phases["rank2-drafter0"]
+    # A Python with torch and a model.
+    assert all(100 < row["peak_mib"] < 10_000 for rows in recorded.values() for row in rows)
 
 
 def test_kept_frames_change_nothing(launch: Launch, tmp_path: Path) -> None:
