@@ -60,10 +60,11 @@ repro-race: $(RACE_VENV)/installed ## See the torch.compile race of threads; TOR
 fault-matrix: install ## Break tiny jobs in every way under both launchers; print what was said and how fast
 	$(BIN)/python tests/faults/matrix.py
 
-bench: install ## Measure our step beside the peers', the stream, the data and a GPU, if any; BENCH.md
+bench: install ## Measure our step beside the peers', the stream, data, planner and a GPU; BENCH.md
 	$(BIN)/python -m dflash_mp.bench.step $(FORM)
 	$(BIN)/python -m dflash_mp.bench.stream
 	$(BIN)/python -m dflash_mp.bench.data
+	$(BIN)/python -m dflash_mp.bench.plan
 	$(BIN)/python -m dflash_mp.bench.gpu
 	$(BIN)/python -m dflash_mp.bench.tables BENCH.md
 

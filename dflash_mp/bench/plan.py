@@ -8,7 +8,6 @@ its optimizer step. The planner gets the configurations and measures products an
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from dflash_mp.bench.machine import RESULTS, write_result
 from dflash_mp.config import OptimConfig, config_dir, to_config
 from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.model import DFlashDraftModel
@@ -105,19 +105,20 @@ SHAPES = [
 
 
 def main(arguments: list[str]) -> None:
-    """Print a line for each shape and side, and all of it as JSON."""
+    """Print a line for each shape and side, and write what was found."""
     parser = argparse.ArgumentParser(
         prog="python -m dflash_mp.bench.plan",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.parse_args(arguments)
+    parser.add_argument("result", type=Path, nargs="?", default=RESULTS / "plan.json")
+    path = parser.parse_args(arguments).result
     torch.set_num_threads(1)
-    results = []
+    rows = []
     for shape in SHAPES:
         with tempfile.TemporaryDirectory() as folder:
-            results += compare(shape, Path(folder))
-    sys.stdout.write(json.dumps(results) + "\n")
+            rows += compare(shape, Path(folder))
+    write_result(path, {"rows": rows})
 
 
 def compare(shape: Shape, folder: Path) -> list[dict[str, object]]:

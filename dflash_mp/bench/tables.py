@@ -33,7 +33,7 @@ def load(name: str) -> Row | None:
 def tables() -> str:
     """All tables as Markdown."""
     lines: list[str] = []
-    stream, data, gpu = load("stream-full"), load("data"), load("gpu")
+    stream, data, plan, gpu = load("stream-full"), load("data"), load("plan"), load("gpu")
     for form in ("short", "full"):
         if (step := load(f"step-{form}")) is not None:
             lines += [f"## The drafter step, {form} form", "", *made_with(step), ""]
@@ -43,6 +43,8 @@ def tables() -> str:
         lines += ["## The stream", "", *made_with(stream), "", *stream_tables(stream)]
     if data is not None:
         lines += ["## The data", "", *made_with(data), "", *data_table(data)]
+    if plan is not None:
+        lines += ["## The planner", "", *made_with(plan), "", *plan_table(plan)]
     if gpu is not None:
         lines += [f"## One {gpu['gpu']}", "", *made_with(gpu), "", *gpu_tables(gpu)]
     return "\n".join(lines).rstrip()
@@ -203,6 +205,26 @@ def data_table(data: Row) -> list[str]:
             ["collating", f"{data['collate_us']:.0f} us a micro-batch"],
         ],
     )
+
+
+def plan_table(plan: Row) -> list[str]:
+    """What was predicted and what was measured, of each shape."""
+    what = {
+        "target": "target's forward",
+        "drafter": "drafter's loss and backward",
+        "step": "optimizer's step",
+    }
+    rows = [
+        [
+            row["shape"],
+            what[row["side"]],
+            f"{row['predicted_s']:.3f}",
+            f"{row['measured_s']:.3f}",
+            f"{row['predicted_s'] / row['measured_s'] - 1:+.0%}",
+        ]
+        for row in plan["rows"]
+    ]
+    return table(["shape", "", "predicted CPU-s", "measured CPU-s", "off by"], rows)
 
 
 def gpu_tables(gpu: Row) -> list[str]:
