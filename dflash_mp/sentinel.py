@@ -106,6 +106,7 @@ class Sentinel:
         self._silence = Silence()
         self._stop_deadline = 0.0
         self._signals = StopSignals()
+        self._foretell()
         listener, self._watcher = (
             threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
             for name, work in (("verdict", self._await_verdict), ("watch", self._watch))
@@ -320,13 +321,16 @@ class Sentinel:
         self._peers.store.set(f"beat/{self.place.rank}", dumps(asdict(beat)))
         # A timer in C: it runs out when no Python thread of this process gets to run.
         faulthandler.dump_traceback_later(self.limits.gil_s, exit=True)
-        # What torchrun prints should this process end without a word; another thread that leaves
-        # now has taken it away, and it must not come back.
+        # Another thread that leaves now has taken the report away, and it must not come back.
         if self._leaving.acquire(blocking=False):
             try:
-                write_report(self.hello.report, self.hello.accused(phase.name, SILENT_END).text)
+                self._foretell()
             finally:
                 self._leaving.release()
+
+    def _foretell(self) -> None:
+        """Leave what torchrun prints should this process end without a word."""
+        write_report(self.hello.report, self.hello.accused(self._phase.name, SILENT_END).text)
 
     def _check_self(self) -> None:
         phase = self._phase

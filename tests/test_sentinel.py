@@ -339,6 +339,29 @@ def test_the_report_of_a_leaving_rank_does_not_come_back(tmp_path: Path) -> None
         child.wait()
 
 
+DIES_AT_ONCE = """
+import os, signal
+
+watched()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.distributed
+def test_a_rank_that_dies_before_its_first_beat_leaves_a_report(tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    report = tmp_path / "error.json"
+    subprocess.run(
+        [sys.executable, "-c", WATCHED + DIES_AT_ONCE, str(store.port)],
+        env=os.environ | {"PYTHONPATH": PATHS, "TORCHELASTIC_ERROR_FILE": str(report)},
+        timeout=60,
+        check=False,
+    )
+    message = json.loads(report.read_text())["message"]["message"]
+    assert message.startswith("ROOT CAUSE: rank 0 (target0)")
+    assert message.endswith(f"phase start: {SILENT_END}")
+
+
 LEAVES_IN_A_BEAT = """
 beats = threading.Event()
 

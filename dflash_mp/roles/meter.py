@@ -50,7 +50,7 @@ class Meter:
         self.training = 0.0
         self.clocks: dict[str, float] = {}
         self.latest: dict[str, float] = {}
-        self.windows = 0
+        self.windows, self.advised = 0, False
         self.acceptance: float | None = None
 
     def add(self, step: Callable[[], Tensor]) -> None:
@@ -131,15 +131,16 @@ class Meter:
         return dict(self.latest)
 
     def split_advice(self) -> str | None:
-        """Once, behind the second ``values``: the split that would be best, by measured rates.
+        """Once, behind the second ``values`` or later: the best split by measured rates.
 
-        In the first interval the pipeline fills. None where two ranks leave no choice, and on
-        ranks without the targets' clocks.
+        In the first interval the pipeline fills, and a target may begin late. None where two ranks
+        leave no choice, and on ranks without the targets' clocks.
         """
         place = self.place
         ranks = place.targets_per_node + place.drafters_per_node
-        if self.windows != 2 or ranks == 2 or "perf/target_wait" not in self.latest:
+        if self.advised or self.windows < 2 or ranks == 2 or "perf/target_wait" not in self.latest:
             return None
+        self.advised = True
         return advice(
             self.latest["perf/tokens_per_s"] / place.nodes,
             place.targets_per_node,

@@ -2,13 +2,16 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 
 @pytest.mark.distributed
 def test_a_run_says_once_which_split_would_be_best(launch: Callable[..., object]) -> None:
-    result = launch(3, "steps=8", "log_interval=2")
+    # A target that has made nothing has no rate.
+    script = Path(__file__).parents[1] / "sharing_targets.py"
+    result = launch(3, "steps=8", "log_interval=2", script=script)
     assert result.returncode == 0, result.stderr[-2000:]
     found = re.findall(
         r"2 targets \+ 1 drafters: a target makes ([\d,]+) tokens/s, a drafter takes ([\d,]+); "
