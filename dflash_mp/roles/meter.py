@@ -134,11 +134,13 @@ class Meter:
         """Once, behind the second ``values`` or later: the best split by measured rates.
 
         In the first interval the pipeline fills, and a target may begin late. None where two ranks
-        leave no choice, and on ranks without the targets' clocks.
+        leave no choice, on ranks without the targets' clocks, and when nothing could be trained on.
         """
         place = self.place
         ranks = place.targets_per_node + place.drafters_per_node
         if self.advised or self.windows < 2 or ranks == 2 or "perf/target_wait" not in self.latest:
+            return None
+        if not self.latest["perf/tokens_per_s"]:
             return None
         self.advised = True
         return advice(
