@@ -2,6 +2,8 @@
 
 import json
 import logging
+import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_mp.features import FeatureBatch
-from dflash_mp.roles.step import SkippedTooMany, Skips
+from dflash_mp.roles.skips import SkippedTooMany, Skips
 from dflash_mp.roles.target import fill_in_parts, finite
 from dflash_mp.warn_once import warn_once
+
+Start = Callable[..., subprocess.CompletedProcess]
 
 
 def packed(lengths: list[int], padding: int = 2) -> FeatureBatch:
@@ -83,32 +87,55 @@ def test_a_run_of_skips_ends_the_job_and_a_good_batch_breaks_it(
 ) -> None:
     caplog.set_level("INFO")
     skips = Skips(3)
-    assert [skips.note(n, "x") for n in (1, 2)] == [True, True]
-    assert not skips.note(3, "")
-    assert [skips.note(n, "x") for n in (4, 5)] == [True, True]
+    for number, reason in enumerate(("x", "x", "", "x", "x"), start=1):
+        skips.note(number, reason)
     with pytest.raises(SkippedTooMany, match=r"3 micro-batches in a row.*the last one, 6"):
         skips.note(6, "its loss is nan")
     assert "micro-batch 4 is skipped: x" in caplog.text
 
 
+@pytest.fixture
+def launch_two_drafters(launch: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> Start:
+    """``start(kind, *overrides)``: a job of ``unusable_batch`` with two drafters."""
+    script = Path(__file__).parent / "unusable_batch.py"
+    # Without a cache: the features of one epoch are not those of the next.
+    two = ("topology.drafters=2", "micro_batches_per_step=4", "features.cache=off")
+
+    def start(kind: str, *overrides: str) -> subprocess.CompletedProcess:
+        monkeypatch.setenv("UNUSABLE", kind)
+        return launch(3, *two, *overrides, script=script, timeout=240)
+
+    return start
+
+
 @pytest.mark.distributed
 def test_bad_features_and_a_bad_loss_leave_out_the_same(
-    launch: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch_two_drafters: Start, tmp_path: Path
 ) -> None:
     """By two ways, on a target and on a drafter: as if the micro-batch were not there."""
-    script = Path(__file__).parent / "unusable_batch.py"
     weights = {}
     for kind in ("features", "loss"):
-        monkeypatch.setenv("UNUSABLE", kind)
         folder = tmp_path / kind
-        result = launch(2, f"output_dir={folder}", script=script, timeout=240)
-        assert result.returncode == 0, result.stderr[-3000:]
-        assert "micro-batch 3 is skipped" in result.stdout + result.stderr
+        result = launch_two_drafters(kind, f"output_dir={folder}")
+        said = result.stdout + result.stderr
+        assert result.returncode == 0, said[-3000:]
+        for number in (4, 7):
+            assert f"micro-batch {number} is skipped" in said
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        assert [row["train/skipped"] for row in rows if "train/skipped" in row] == [0, 1, 0, 0]
+        assert [row["train/skipped"] for row in rows if "train/skipped" in row] == [0, 2, 0, 0]
         (last,) = sorted((folder / "checkpoints").glob("step-*"))[-1:]
         weights[kind] = load_file(last / "model.safetensors")
     assert all(torch.isfinite(value).all() for value in weights["loss"].values())
     assert all(
         torch.equal(value, weights["loss"][name]) for name, value in weights["features"].items()
     )
+
+
+@pytest.mark.distributed
+def test_a_job_without_a_finite_loss_ends_with_one_cause(launch_two_drafters: Start) -> None:
+    result = launch_two_drafters("diverged", "steps=1000", "failure.max_skips=3")
+    said = result.stdout + result.stderr
+    assert result.returncode != 0
+    (cause,) = set(re.findall(r"ROOT CAUSE: .*", said))
+    # A drafter has two in a step, and both drafters are at the same one.
+    assert re.search(r"SkippedTooMany: 3 .* the last one, [45], because its loss is nan", cause)

@@ -48,8 +48,7 @@ TARGET_LOADS = timedelta(days=1)
 def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
     """Play the drafter's part from the initial or restored weights to the export."""
     config, start, steps = job.config, job.start, job.plan.steps
-    timeout = timedelta(seconds=config.wire.timeout_s)
-    limits = config.failure
+    limits, timeout = config.failure, timedelta(seconds=config.wire.timeout_s)
     sentinel.phase("load the drafter", limits.setup_s)
     accelerator = means.make_accelerator(cast, config, job.folder)
     model = untrained(job, cast.device)
@@ -84,6 +83,8 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
         values: dict[str, float] = {}
         last = step == steps
         stopping = vote.decided() and not last
+        if last or stopping:
+            learner.skips.settle()
         sentinel.phase("evaluate, log, save", limits.save_s)
         if due(step, config.evaluate.interval, last) and job.heldout_packs:
             with accelerator.autocast():

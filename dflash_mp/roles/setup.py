@@ -15,7 +15,8 @@ from dflash_mp.drafter.model import DFlashDraftModel
 from dflash_mp.job import Job
 from dflash_mp.optim import build_optimizer, build_schedule
 from dflash_mp.published import set_initial_weights
-from dflash_mp.roles.step import Learner, Skips
+from dflash_mp.roles.skips import Gate, Skips
+from dflash_mp.roles.step import Learner
 from dflash_mp.target.model import resolve
 
 
@@ -95,5 +96,5 @@ def make_learner(accelerator: Accelerator, model: DFlashDraftModel, job: Job) ->
     schedule = build_schedule(optimizer, job.plan.steps, config.schedule, start.step)
     wrapped, optimizer = accelerator.prepare(model, optimizer)
     head = frozen_head(config, head_dtype(accelerator), accelerator.device)
-    skips = Skips(config.failure.max_skips)
-    return Learner(accelerator, model, wrapped, optimizer, schedule, head, skips)
+    gate, skips = Gate(model.parameters(), accelerator.device), Skips(config.failure.max_skips)
+    return Learner(accelerator, model, wrapped, optimizer, schedule, head, gate, skips)

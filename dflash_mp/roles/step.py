@@ -1,7 +1,5 @@
 """One optimizer step of a drafter: the sums over its micro-batches, one division, one update."""
 
-import logging
-import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,13 +16,9 @@ from dflash_mp.drafter.model import DFlashDraftModel
 from dflash_mp.drafter.step import BatchLoss, batch_loss
 from dflash_mp.features import FeatureBatch
 from dflash_mp.job import Job
+from dflash_mp.roles.skips import Gate, Skips
 from dflash_mp.sentinel import Sentinel
-from dflash_mp.warn_once import warn_once
 from dflash_mp.wire.plan import Frame, Kind, Plan
-
-log = logging.getLogger(__name__)
-
-SKIP_ADVICE = "train/skipped counts them: if it grows, lower optim.lr, or see why its target failed"
 
 
 def take(
@@ -69,35 +63,8 @@ class Learner:
     optimizer: torch.optim.Optimizer
     schedule: LambdaLR
     head: FrozenHead
-    skips: "Skips"
-
-
-class SkippedTooMany(Exception):
-    """So many micro-batches in a row were unusable that there is something wrong with all."""
-
-
-class Skips:
-    """Counts the micro-batches in a row that this drafter has left out."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.run = limit, 0
-
-    def note(self, number: int, reason: str) -> bool:
-        """Whether micro-batch ``number`` is left out: ``reason`` says why, or is empty.
-
-        Raises:
-            SkippedTooMany: ``limit`` of them in a row.
-        """
-        self.run = self.run + 1 if reason else 0
-        if not reason:
-            return False
-        warn_once(log, f"micro-batch {number} is skipped: {reason}", SKIP_ADVICE)
-        if self.run >= self.limit:
-            raise SkippedTooMany(
-                f"{self.run} micro-batches in a row were skipped (failure.max_skips), the last "
-                f"one, {number}, because {reason}"
-            )
-        return True
+    gate: Gate
+    skips: Skips
 
 
 def empty_batch(job: Job, device: torch.device) -> FeatureBatch:
@@ -179,21 +146,23 @@ def train_step(
     accelerator, wrapped = learner.accelerator, learner.wrapped
     counts = torch.zeros(7, dtype=torch.float64, device=accelerator.device)
     shares = job.plan.step_frames
+    taken, losses = [], []
     for turn, (frame, batch) in enumerate(take(frames, shares)):
         last = turn == shares - 1
         # All drafters: the backward of a step's last frame is the one that averages gradients.
         with nullcontext() if last else accelerator.no_sync(wrapped):
             out = loss_of(learner, batch, job)
-            if frame.kind is not Kind.PAD and learner.skips.note(
-                frame.number, unusable(frame, out)
-            ):
-                # Not a product with zero: that leaves NaN what is NaN.
-                out = loss_of(learner, empty_batch(job, accelerator.device), job)
-                counts[6] += 1
+            usable = out.loss.detach().isfinite()
             if last:
                 sentinel.wait("the other drafters' gradients")
-            accelerator.backward(out.loss)
-        counts[:6] += out.counts
+            with learner.gate.open_if(usable):
+                accelerator.backward(out.loss)
+        counts[:6] += torch.where(usable, out.counts, 0.0)
+        if frame.kind is not Kind.PAD:
+            # What came as SKIP has nothing in it, and no loss that could tell.
+            counts[6] += 1 if frame.kind is Kind.SKIP else ~usable
+        taken.append(frame)
+        losses.append(out.loss.detach())
     # All drafters.
     counts = accelerator.reduce(counts, "sum")
     weight = counts[1]
@@ -206,12 +175,6 @@ def train_step(
     learner.optimizer.step()
     learner.schedule.step()
     learner.optimizer.zero_grad()
+    # Last: by now the device has all of this step to do.
+    learner.skips.tell(taken, torch.stack(losses))
     return torch.cat([counts, norm.double().reshape(1)])
-
-
-def unusable(frame: Frame, out: BatchLoss) -> str:
-    """Why a micro-batch must be left out; empty when it need not. Waits for the device."""
-    if frame.kind is Kind.SKIP:
-        return "its target could not make its features"
-    value = float(out.loss.detach())
-    return "" if math.isfinite(value) else f"its loss is {value}"
