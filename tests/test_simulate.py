@@ -54,6 +54,18 @@ def test_walk_equals_real_decoding_cycle_by_cycle(documents, anchors_per_pass):
     assert counts.uniform_anchor_length > 1.1 * counts.acceptance_length
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_walk_does_not_depend_on_the_attention(documents, monkeypatch):
+    batch, head = packed_features(golden_target(), documents, padding=7), golden_head()
+    drafter = golden_drafter()
+    counts, cycles = simulate(batch, drafter, head, 32, 100)
+    monkeypatch.setattr(drafter, "attention", "flex")
+    by_flex, cycles_by_flex = simulate(batch, drafter, head, 32, 100)
+    assert cycles == cycles_by_flex
+    assert (counts.pack() == by_flex.pack())[1:].all()
+    assert counts.cross_entropy == pytest.approx(by_flex.cross_entropy, rel=1e-5)
+
+
 def test_stop_token_belongs_to_the_text(documents):
     prompt, text = documents[2]
     stop = text[25]

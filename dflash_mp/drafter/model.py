@@ -187,8 +187,8 @@ class DFlashDraftModel(nn.Module):
             context_position_ids: ``[S]`` positions inside each document.
             blocks: where the blocks are.
             rows: ``[A, B]`` bool, the slots that are needed; values in padded blocks mean nothing.
-                Flex takes every slot but the anchors' instead, so that shapes are fixed and the
-                host need not wait for the device to know them.
+                For an objective, flex takes every slot but the anchors' instead, so that shapes
+                are fixed and the host need not wait for the device to know them.
             objective: of the ``rows``; called with some of the blocks at a time.
 
         Returns:
@@ -217,7 +217,7 @@ class DFlashDraftModel(nn.Module):
             return objective(hidden, some, picked)
 
         if objective is None:
-            picked = None if own is None else self._pick(own)
+            picked = None if own is None else own.flatten().nonzero().flatten()
             hidden = self._blocks(noise_embedding[kept], whole, picked, share(), low)
             if rows is not None:
                 return hidden
