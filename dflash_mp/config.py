@@ -39,10 +39,17 @@ class TargetConfig:
     attention: str = MISSING
     layer_ids: list[int] | None = MISSING
     trust_remote_code: bool = MISSING
+    # Whoever builds a target in code seldom cares.
+    compile: bool = False
 
     def __post_init__(self) -> None:
         one_of("target.dtype", self.dtype, ("auto", "float32", "bfloat16"))
         one_of("target.attention", self.attention, ("sdpa", "eager", "flash_attention_2"))
+        require(
+            not (self.compile and self.attention == "flash_attention_2"),
+            "target.compile=true: with target.attention=flash_attention_2 shapes vary with the "
+            "documents of a row, and each would be compiled: use sdpa",
+        )
         ids = self.layer_ids
         if ids is not None:
             require(len(ids) > 0, "target.layer_ids is empty: name at least one layer, or null")

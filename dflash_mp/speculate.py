@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from dflash_mp.config import UserError, require
 from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.model import DFlashDraftModel, DraftCache
-from dflash_mp.target.model import capturing
+from dflash_mp.target.layers import capturing
 
 
 @dataclass(frozen=True)

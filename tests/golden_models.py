@@ -25,7 +25,7 @@ from dflash_mp.drafter.frozen_head import FrozenHead, load_frozen_head
 from dflash_mp.drafter.hf_config import make_drafter_config
 from dflash_mp.drafter.model import DFlashDraftModel
 from dflash_mp.features import FeatureBatch
-from dflash_mp.target.model import capturing
+from dflash_mp.target.layers import capturing
 
 GOLDEN = Path(__file__).parent / "golden"
 TAPPED = (0, 2)

@@ -11,9 +11,9 @@ if __name__ == "__main__":
     fill = FeatureExtractor.fill
     generator = random.Random(int(os.environ["RANK"]))
 
-    def delayed(self: FeatureExtractor, frame: object) -> None:
+    def delayed(self: FeatureExtractor, *arguments: object) -> None:
         time.sleep(generator.uniform(0.0, 0.3))
-        fill(self, frame)
+        fill(self, *arguments)
 
     FeatureExtractor.fill = delayed
     train.main()

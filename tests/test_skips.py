@@ -34,7 +34,7 @@ class Cramped:
         self.limit = limit
         self.sizes: list[int] = []
 
-    def fill(self, frame: FeatureBatch) -> None:
+    def fill(self, frame: FeatureBatch, _: int | None) -> None:
         tokens = int((frame.document_ids >= 0).sum())
         if tokens > self.limit:
             raise torch.OutOfMemoryError("CUDA out of memory")

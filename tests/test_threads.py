@@ -56,6 +56,7 @@ def test_a_thread_that_fails_ends_the_process_with_its_name(launch: Launch) -> N
         ([*THREADS, "race.treatment=processes"], None, "is what isolation=processes does"),
         ([*THREADS, "race.treatment=magic"], None, "must be one of none, shim"),
         ([*THREADS, "topology.elastic=true"], None, "elastic=true needs isolation=processes"),
+        ([*THREADS, "target.compile=true"], None, r"treatments of race\.treatment are of drafters"),
         (["race.treatment=lock"], None, "nothing in torch is touched"),
     ],
 )

@@ -23,8 +23,8 @@ if __name__ == "__main__":
     kind = os.environ["UNUSABLE"]
     factors = UNUSABLE if kind == "loss" else defaultdict(lambda: torch.nan)
 
-    def bad_features(self: FeatureExtractor, frame: object) -> None:
-        fill(self, frame)
+    def bad_features(self: FeatureExtractor, frame: object, tokens: int) -> None:
+        fill(self, frame, tokens)
         if frame.number in UNUSABLE:
             frame.hidden_states[0, 0] = UNUSABLE[frame.number]
 

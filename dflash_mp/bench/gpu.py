@@ -36,7 +36,8 @@ from dflash_mp.plan.machine import peak_rate
 from dflash_mp.plan.plan import Sizes, measure_sizes, work_of_target
 from dflash_mp.plan.settings import PlanRun
 from dflash_mp.roles.flops import Trained, drafter_flops
-from dflash_mp.target.model import FeatureExtractor, decoder_layers
+from dflash_mp.target.layers import decoder_layers
+from dflash_mp.target.model import FeatureExtractor
 
 LIMIT_S = 150.0
 """Cases that have not begun by then are left out; one takes up to a minute, mostly compiling."""

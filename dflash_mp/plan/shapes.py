@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from dflash_mp.config import DrafterConfig, TargetConfig, UserError
 from dflash_mp.drafter.hf_config import default_layer_ids, make_drafter_config
 from dflash_mp.drafter.model import DFlashDraftModel
-from dflash_mp.target.model import decoder_layers, load_config
+from dflash_mp.target.layers import decoder_layers
+from dflash_mp.target.model import load_config
 
 SLIDING = "sliding_attention"
 ATTENTION = ("full_attention", SLIDING, "chunked_attention")

@@ -53,7 +53,12 @@ def run_target(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
     model = load_target(config.target, cast.device)
     if cast.place.role_rank == 0:
         cast.store.set(TARGET_FINGERPRINT, weights_fingerprint(model))
-    extractor = FeatureExtractor(model, job.layer_ids, final=config.loss.reads_target)
+    extractor = FeatureExtractor(
+        model,
+        job.layer_ids,
+        final=config.loss.reads_target,
+        compiled_slots=job.layout.tokens if config.target.compile else None,
+    )
     log.info(
         "%s: %s, documents %s",
         cast.place.name,
@@ -134,8 +139,11 @@ def fill(
         if cache.load(pack, slot):
             return ""
     features = job.layout.view(slot, frame.number)
-    copy_tokens(job.batch(frame), features)
-    if not fill_in_parts(extractor, features):
+    batch = job.batch(frame)
+    copy_tokens(batch, features)
+    # Counted here, where nobody has to wait for a device.
+    tokens = int((batch.document_ids >= 0).sum())
+    if not fill_in_parts(extractor, features, tokens):
         return "the target ran out of memory on a single document of it"
     if cache is not None and pack is not None:
         cache.store(pack, slot)
@@ -152,13 +160,15 @@ def finite(features: FeatureBatch) -> Tensor:
     return torch.isfinite(total)
 
 
-def fill_in_parts(extractor: FeatureExtractor, features: FeatureBatch) -> bool:
+def fill_in_parts(
+    extractor: FeatureExtractor, features: FeatureBatch, tokens: int | None = None
+) -> bool:
     """Fill ``features``, half the documents at a time where all do not fit into memory.
 
-    Returns False when a single document does not.
+    Returns False when a single document does not. ``tokens`` is as for ``FeatureExtractor.fill``.
     """
     try:
-        extractor.fill(features)
+        extractor.fill(features, tokens)
         return True
     except torch.OutOfMemoryError:
         documents = int(features.document_ids.max()) - int(features.document_ids[0]) + 1
@@ -193,6 +203,7 @@ def open_frame_cache(cast: Cast, job: Job, weights: str) -> FrameCache | None:
         "weights": weights,
         "target": job.target_config.to_json_string(),
         "attention": config.target.attention,
+        "compile": config.target.compile,
         "torch": torch.__version__,
         "layers": job.layer_ids,
         "data": job.prepared.folder.name,

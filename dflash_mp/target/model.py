@@ -8,20 +8,20 @@ Legend: S token slots of a packed row, n tapped layers, H hidden size.
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from dflash_mp.config import TargetConfig, UserError
+from dflash_mp.config import TargetConfig, UserError, require
 from dflash_mp.features import FeatureBatch
 from dflash_mp.progress import progress_bar
 from dflash_mp.quantise import quantise
+from dflash_mp.target.compiled import with_compiled_layers
+from dflash_mp.target.layers import capturing
 from dflash_mp.target.smollm2 import converted_folder
 
 log = logging.getLogger(__name__)
@@ -119,56 +119,6 @@ def show_loading() -> None:
     transformers_logging.set_tqdm_hook(bar)
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of the language model, also inside a multimodal model.
-
-    Raises:
-        UserError: no list of as many layers as the text config says.
-    """
-    count = model.config.get_text_config().num_hidden_layers
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    language = [m for name, m in model.named_modules() if "language_model" in name and m in lists]
-    found = language or lists
-    if not found:
-        raise UserError(f"{type(model).__name__}: no list of {count} decoder layers was found")
-    return found[0]
-
-
-def tapped_layers(model: PreTrainedModel, layer_ids: list[int]) -> list[nn.Module]:
-    """The decoder layers whose outputs are the target hidden states, in the order of the ids."""
-    layers = decoder_layers(model)
-    return [layers[index] for index in layer_ids]
-
-
-class _Stop(Exception):
-    """Ends a forward behind the deepest layer that is needed."""
-
-
-@contextmanager
-def capturing(model: PreTrainedModel, layer_ids: list[int], stop: bool) -> Iterator[list[Tensor]]:
-    """Collect the outputs of the tapped layers of one forward: n tensors ``[B, S, H]``.
-
-    A layer's output is ``output_hidden_states[id + 1]`` of the same forward. With ``stop`` the
-    forward ends behind the deepest layer, by an exception that this context swallows.
-    """
-    outputs: list[Tensor] = []
-    layers = tapped_layers(model, layer_ids)
-
-    def keep(module: nn.Module, _: object, output: Tensor | tuple) -> None:
-        outputs.append(output if isinstance(output, Tensor) else output[0])
-        if stop and module is layers[-1]:
-            raise _Stop
-
-    handles = [layer.register_forward_hook(keep) for layer in layers]
-    try:
-        yield outputs
-    except _Stop:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 class FeatureExtractor:
     """Fills frames with the hidden states of a frozen target.
 
@@ -178,8 +128,13 @@ class FeatureExtractor:
         final: also take the input of the LM head (needs the whole depth).
         fixed: run a packed row with its padding, so that every forward has the same shape. The
             default is yes on a GPU, where new shapes cost memory and time, and no on a CPU.
+        compiled_slots: compile the decoder layers for rows of this many slots, which are ``fixed``
+            then; rows of other lengths run uncompiled.
 
     ``tokens`` counts what it has filled.
+
+    Raises:
+        UserError: rows of this target do not have one shape, so that it cannot be compiled.
     """
 
     def __init__(
@@ -188,23 +143,37 @@ class FeatureExtractor:
         layer_ids: list[int],
         final: bool = False,
         fixed: bool | None = None,
+        compiled_slots: int | None = None,
     ) -> None:
         self.model = model
         self.fixed = model.device.type != "cpu" if fixed is None else fixed
         self.layer_ids = layer_ids
         self.final = final
-        self.backbone = model.get_decoder()
         self.packs = isolates_documents(model, layer_ids)
         self.tokens = 0
+        self._slots, self._warm = compiled_slots, False
+        if compiled_slots is not None:
+            require(
+                self.packs,
+                f"target.compile=true: {type(model).__name__} runs every document as a row of its "
+                "own, and each length would be compiled: set target.compile=false",
+            )
+            self.fixed = True
+            self._compiled = with_compiled_layers(model)
 
     @torch.no_grad()
-    def fill(self, frame: FeatureBatch) -> None:
+    def fill(self, frame: FeatureBatch, tokens: int | None = None) -> None:
         """Write ``hidden_states`` (and ``final_hidden``) of ``frame`` from its own token ids.
 
         Documents do not see each other: their restarting positions mask them in one row, or, for
         an architecture that cannot do that, every document is a row of its own.
+
+        Args:
+            frame: to be filled.
+            tokens: slots that are not padding; None counts them, which waits for the device.
         """
-        tokens = int((frame.document_ids >= 0).sum())
+        if tokens is None:
+            tokens = int((frame.document_ids >= 0).sum())
         if tokens == 0:
             return
         self.tokens += tokens
@@ -213,6 +182,8 @@ class FeatureExtractor:
             # Padding comes last and has position 0, so nothing sees it.
             run = slice(0, None if self.fixed else tokens)
             ids, positions = frame.input_ids[None, run].long(), frame.position_ids[None, run].long()
+            if self._slots == ids.shape[1] and not self._warm:
+                self._warm_up(ids)
             hidden, final = self._forward(ids, None, positions)
             states = [state[0, row] for state in hidden]
             self._write(frame, row, states, final[0, row] if self.final else None)
@@ -229,12 +200,20 @@ class FeatureExtractor:
                 states = [state[index, :size] for state in hidden]
                 self._write(frame, row, states, final[index, :size] if self.final else None)
 
+    def _warm_up(self, ids: Tensor) -> None:
+        """Compile both forms of a layer: a row that is one document comes without a mask."""
+        slots = torch.arange(ids.shape[1], device=ids.device)[None]
+        for positions in (slots, slots % max(1, ids.shape[1] // 2)):
+            self._forward(ids, None, positions)
+        self._warm = True
+
     def _forward(
         self, ids: Tensor, mask: Tensor | None, positions: Tensor | None
     ) -> tuple[list[Tensor], Tensor]:
         output = None
-        with capturing(self.model, self.layer_ids, stop=not self.final) as hidden:
-            output = self.backbone(
+        model = self._compiled if self._slots == ids.shape[1] else self.model
+        with capturing(model, self.layer_ids, stop=not self.final) as hidden:
+            output = model.get_decoder()(
                 input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
             )
         return hidden, output.last_hidden_state if self.final else hidden[-1]

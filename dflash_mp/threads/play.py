@@ -104,6 +104,12 @@ def refuse(config: TrainConfig) -> Treatment:
         not torch.cuda.is_available(),
         "isolation=threads runs on the CPU only: set CUDA_VISIBLE_DEVICES=",
     )
+    require(
+        not config.target.compile,
+        "target.compile=true: the treatments of race.treatment are of drafters, and a target that "
+        "compiles beside them would spoil what is to be seen: use drafter.compile, or leave "
+        "isolation=processes",
+    )
     require(not config.topology.elastic, "topology.elastic=true needs isolation=processes")
     return treatment
 

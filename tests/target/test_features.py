@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Ne
 from dflash_mp.config import TargetConfig
 from dflash_mp.features import FeatureBatch
 from dflash_mp.roles.target import finite
-from dflash_mp.target.model import FeatureExtractor, decoder_layers, load_target, padded_rows
+from dflash_mp.target.layers import decoder_layers
+from dflash_mp.target.model import FeatureExtractor, load_target, padded_rows
 from dflash_mp.wire.frame import DTYPES, Layout, decode
 
 TINY = {
