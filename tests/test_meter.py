@@ -26,7 +26,9 @@ def make_meter() -> Meter:
     )
     job = SimpleNamespace(
         config=SimpleNamespace(
-            data=SimpleNamespace(tokens_per_batch=100), loss=SimpleNamespace(reads_target=False)
+            data=SimpleNamespace(tokens_per_batch=100),
+            loss=SimpleNamespace(reads_target=False),
+            isolation="processes",
         ),
         plan=SimpleNamespace(batches_done=lambda step: 2 * step),
         order=SimpleNamespace(epochs=lambda done: done / 10),

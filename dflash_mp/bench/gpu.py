@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dflash_mp.bench.gpu_edges import try_edges
@@ -35,6 +34,7 @@ from dflash_mp.features import FeatureBatch
 from dflash_mp.plan.machine import peak_rate
 from dflash_mp.plan.plan import Sizes, measure_sizes, work_of_target
 from dflash_mp.plan.settings import PlanRun
+from dflash_mp.recompiles import compiled_graphs
 from dflash_mp.roles.flops import Trained, drafter_flops
 from dflash_mp.target.layers import decoder_layers
 from dflash_mp.target.model import FeatureExtractor
@@ -150,7 +150,9 @@ def measure(form: Form, device: torch.device) -> dict[str, Any]:
                 problem = "out of memory"
                 with suppress(torch.OutOfMemoryError):
                     rows.append(case | drafter.measure(attention, recompute, anchors, form.repeats))
-                    say(f"{case}: {rows[-1]['tokens_per_s']:,.0f} tokens/s")
+                    again = rows[-1]["recompiles"]
+                    warning = f"; COMPILED AGAIN {again} times: shapes vary" if again else ""
+                    say(f"{case}: {rows[-1]['tokens_per_s']:,.0f} tokens/s{warning}")
                     continue
             left_out.append(case | {"problem": problem})
             say(f"{case}: {problem}")
@@ -297,11 +299,6 @@ def speed(
         "flop_per_s": rate,
         "mfu": None if peak is None else rate / peak,
     }
-
-
-def compiled_graphs() -> int:
-    """Graphs that torch.compile has made in this process, those made again included."""
-    return int(counters["stats"]["unique_graphs"])
 
 
 if __name__ == "__main__":

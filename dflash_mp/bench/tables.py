@@ -247,6 +247,12 @@ def gpu_tables(gpu: Row) -> list[str]:
     edges = [[edge["name"], edge["said"]] for edge in gpu["edges"]]
     times = ["ms (fastest-slowest)", "tokens/s", "TFLOP/s", "MFU", "extra GiB"]
     header = ["drafter step", "anchors", *times, "recompiles", "first step s", "loss"]
+    again = [
+        f"**Compiled again after the first step, which must not be:** {row['attention']} at "
+        f"{row['anchors']} anchors, {row['recompiles']} times.\n"
+        for row in gpu["drafter"]
+        if row["recompiles"]
+    ]
     left_out = [
         f"Left out: {row['attention']} at {row['anchors']} anchors"
         f"{' with checkpointing' if row['checkpointing'] else ''}: {row['problem']}.\n"
@@ -254,6 +260,7 @@ def gpu_tables(gpu: Row) -> list[str]:
     ]
     return [
         *table(header, steps),
+        *again,
         *left_out,
         *table(["target forward", *times], [[f"{layers} layers", *speed(target)]]),
         *table(["edge of two processes", ""], edges),

@@ -91,7 +91,7 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
                 counted = evaluate_heldout(accelerator, model, learner.head, heldout, job, sentinel)
             values |= heldout_values(counted)
             page.walked(step, counted)
-            meter.acceptance = values["eval/acceptance_length"]
+            meter.walked(values["eval/acceptance_length"])
         # Once in a while, the main drafter: log, save, ask the targets to decode.
         if due(step, config.log_interval, last):
             values |= meter.values(step, learner.schedule)

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from dflash_mp.cast import Cast
 from dflash_mp.job import Job
 from dflash_mp.plan.split import advice
+from dflash_mp.recompiles import Recompiles
 from dflash_mp.roles.flops import Trained, drafter_flops, mean_document
 from dflash_mp.wire.receiver import Receiver
 
@@ -52,6 +53,7 @@ class Meter:
         self.latest: dict[str, float] = {}
         self.windows, self.advised = 0, False
         self.acceptance: float | None = None
+        self.recompiles = Recompiles(alone=job.config.isolation == "processes")
 
     def add(self, step: Callable[[], Tensor]) -> None:
         """Do a step and add its time and its ``[8]`` counts (see ``train_step``)."""
@@ -59,6 +61,12 @@ class Meter:
         self.counts += step()
         self.steps += 1
         self.training += time.perf_counter() - begun
+        self.recompiles.check("a step")
+
+    def walked(self, acceptance: float) -> None:
+        """Call behind each walk over the held-out text; its acceptance is shown."""
+        self.acceptance = acceptance
+        self.recompiles.check("a walk")
 
     def state(self) -> dict[str, Any]:
         """What is added up since the last ``values``, for a checkpoint; waits for the device."""
@@ -121,6 +129,7 @@ class Meter:
             "perf/drafter_receive": passed["receive"],
             "perf/drafter_wait": passed["recv_wait"],
             "perf/drafter_train": self.training / seconds - passed["recv_wait"],
+            **recompiled("", [self.recompiles.value()]),
             **self._utilization(trained, seconds),
             **self._target_shares(),
         }
@@ -204,6 +213,7 @@ class Meter:
         return {
             **{f"perf/{name}": passed[label] / passed["elapsed"] for name, label in SHARES.items()},
             **utilization("target", rate, read[0]["peak"]),
+            **recompiled("target_", [clock["recompiles"] for clock in read]),
         }
 
 
@@ -211,3 +221,9 @@ def utilization(role: str, rate: float, peak: float | None) -> dict[str, float]:
     """What is logged of ``rate`` FLOP/s of one rank whose device makes ``peak``, if known."""
     mfu = {} if peak is None else {f"perf/{role}_mfu": rate / peak}
     return {f"perf/{role}_flop_per_s": rate, **mfu}
+
+
+def recompiled(role: str, counts: list[int | None]) -> dict[str, float]:
+    """What is logged of the ``Recompiles`` of some ranks; nothing where none compiles."""
+    known = [count for count in counts if count is not None]
+    return {f"perf/{role}recompiles": sum(known)} if known else {}

@@ -23,6 +23,7 @@ from dflash_mp.drafter.checkpoint_format import load_drafter
 from dflash_mp.features import FeatureBatch
 from dflash_mp.job import Job
 from dflash_mp.plan.machine import peak_rate
+from dflash_mp.recompiles import Recompiles
 from dflash_mp.roles.flops import target_flops
 from dflash_mp.roles.means import Means
 from dflash_mp.roles.requests import DECODED, Answering
@@ -75,6 +76,7 @@ def run_target(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
     decodes = cast.place.node == 0
     per_token, peak = target_flops(model, job), target_peak(model, job, cast.device)
 
+    recompiles = Recompiles(alone=config.isolation == "processes")
     # The first forward may compile.
     start, limit = time.perf_counter(), limits.setup_s
     sentinel.wait("a free slot")
@@ -85,12 +87,16 @@ def run_target(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
         problem = fill(slot, frame, job, extractor, cache)
         sender.clock.add("forward", time.perf_counter() - begun)
         limit = limits.step_s
+        # A kept frame is none of the model's.
+        if extractor.tokens:
+            recompiles.check("a frame")
         sender.submit(slot, frame, finite(job.layout.view(slot, frame.number)), problem)
         told = {
             **sender.clock.seconds,
             "elapsed": time.perf_counter() - start,
             "flops": extractor.tokens * per_token,
             "peak": peak,
+            "recompiles": recompiles.value(),
         }
         cast.store.set(f"clock/{cast.place.role_rank}", json.dumps(told))
         if decodes:

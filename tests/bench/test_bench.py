@@ -105,7 +105,10 @@ def test_the_benchmark_of_a_gpu_runs_with_tiny_models_on_a_cpu(tmp_path: Path):
     assert plain[1]["flop_per_s"] * plain[1]["tokens_per_s"] > 0
     assert [edge["name"] for edge in found["edges"]] == ["gloo", "shm"]
     assert all(edge["gb_per_s"] > 0 for edge in found["edges"])
-    assert tables.gpu_tables(found)
+    assert not any("Compiled again" in line for line in tables.gpu_tables(found))
+    found["drafter"][1]["recompiles"] = 3
+    flagged = [line for line in tables.gpu_tables(found) if "Compiled again" in line]
+    assert flagged[0].endswith("sdpa at 8 anchors, 3 times.\n")
 
 
 def test_without_a_gpu_the_benchmark_of_one_says_so(

@@ -1,6 +1,7 @@
 """A compiled target: the same features, one form of each layer, and decoding left alone."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -22,10 +23,7 @@ ROWS = [LENGTHS, [1, 2, 3, 4], [199], [SLOTS], [64, 2, 100], [1] * SLOTS]
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs and guards as ever, but no code is generated: for speed."""
-    compile = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda model, dynamic: compile(model, dynamic=dynamic, backend="eager")
-    )
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
 def graphs() -> int:
