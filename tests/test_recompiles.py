@@ -1,8 +1,10 @@
 """After the first step and the first walk nothing is compiled again, and what is does not go by."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from dflash_mp.drafter.step import batch_loss
 from dflash_mp.features import FeatureBatch
 from dflash_mp.recompiles import Recompiles, compiled_graphs, newest_compile
 from dflash_mp.simulate import simulate
+from dflash_mp.tracking import read_metrics
 
 WIDTH, VOCAB, BLOCK, MASK, ANCHORS, SLOTS = 16, 41, 4, 40, 6, 150
 LOSS = LossConfig("ce", "data", True, None, dpace_alpha=0.5, rows_per_chunk=64)
@@ -136,3 +139,29 @@ def test_the_newest_compile_is_named_with_its_reason() -> None:
     assert recompiles.count == 1
     assert newest_compile().startswith(f"doubled ({__file__}:")
     assert "expected 2, actual 3" in newest_compile()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_target_trains_alike_and_is_compiled_once(
+    launch: Callable, tmp_path: Path
+) -> None:
+    rows = {}
+    for compile in ("true", "false"):
+        folder = tmp_path / compile
+        decoded = ("evaluate.decode_prompts=2", "evaluate.decode_interval=2")
+        run = launch(2, f"output_dir={folder}", f"target.compile={compile}", *decoded, timeout=280)
+        assert run.returncode == 0, run.stderr
+        assert "compiled again" not in run.stderr
+        rows[compile] = read_metrics(folder)
+    compiled, plain = ([r for r in rows[c] if "train/loss" in r] for c in ("true", "false"))
+    assert [row["train/loss"] for row in compiled] == pytest.approx(
+        [row["train/loss"] for row in plain], rel=1e-3
+    )
+    again = "perf/target_recompiles"
+    # A target that is done tells nothing new.
+    assert {row[again] for row in compiled if again in row} == {0}
+    # Of the drafter nothing is compiled.
+    assert not any("perf/recompiles" in row for row in compiled + plain)
+    assert not any(again in row for row in plain)
