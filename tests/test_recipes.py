@@ -83,8 +83,28 @@ def test_the_drafter_has_the_released_shape(name: str) -> None:
     assert len(model.state_dict()) == 11 * released.layers + 3
 
 
-def test_the_sizes_above_give_the_known_number_of_parameters() -> None:
+# Billions of parameters as the hub rounds them for z-lab's collection (listed on 2026-04-20); of
+# Qwen3.6-27B's drafter, the label and the 58 tensors that llama.cpp read (its pull request 22105).
+PUBLISHED = {
+    "qwen3_4b": "0.5",
+    "qwen3_8b": "1",
+    "llama3_1_8b": "1",
+    "qwen3_coder_30b_a3b": "0.5",
+    "qwen3_5_4b": "0.5",
+    "qwen3_6_27b": "1.7",
+}
+
+
+@pytest.mark.parametrize(("name", "billions"), list(PUBLISHED.items()))
+def test_the_sizes_above_give_the_published_number_of_parameters(name: str, billions: str) -> None:
+    assert f"{RELEASED[name].parameters() / 1e9:.1f}".removesuffix(".0") == billions
+
+
+def test_they_give_what_is_known_exactly() -> None:
+    # z-lab's own model, built with the released configuration.
     assert RELEASED["qwen3_8b"].parameters() == 1_048_626_432
+    # Ardenzard/Qwen3.6-27B-DFlash-GGUF on the hub, F16: 3310.7 MiB, a tokenizer among them.
+    assert 0.995 < RELEASED["qwen3_6_27b"].parameters() * 2 / (3310.7 * 2**20) < 1
 
 
 @pytest.mark.parametrize("name", list(RELEASED))
