@@ -159,6 +159,7 @@ def race(config: RaceConfig) -> int:
     progress("")
     write_results(Path(config.output), about, tallies)
     summaries = {name: scenario.about for name, scenario in SCENARIOS.items()}
+    show(text.matrix(tallies))
     show(text.outcomes(tallies, summaries))
     if not config.is_matrix():
         for cell in tallies:

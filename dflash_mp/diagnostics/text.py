@@ -1,7 +1,7 @@
 """The report that the diagnostic prints."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +33,41 @@ def mechanism(statements: list[tuple[str, str]]) -> str:
     return "\n".join(lines) + "\n\n"
 
 
+def matrix(tallies: list[Tally]) -> str:
+    """Show scenarios as rows and treatments as columns, in as many parts as the width asks for.
+
+    The treatments that most scenarios were run under come first; a part has the rows with a cell.
+    """
+    cells = {(c.scenario, c.treatment): f"{c.outcome} {c.in_short()}" for c in tallies}
+    scenarios = list(dict.fromkeys(scenario for scenario, _ in cells))
+    often = Counter(treatment for _, treatment in cells)
+    widths = {
+        treatment: 2
+        + max(len(treatment), *(len(v) for (_, t), v in cells.items() if t == treatment))
+        for treatment, _ in often.most_common()
+    }
+    first = 2 + max(map(len, scenarios))
+    parts: list[list[str]] = [[]]
+    for treatment, width in widths.items():
+        if parts[-1] and first + width + sum(widths[t] for t in parts[-1]) > WIDTH:
+            parts.append([])
+        parts[-1].append(treatment)
+    lines = ["Scenario x treatment, bad runs / runs (empty: not run):"]
+    for part in parts:
+        rows = [("", part)]
+        for name in scenarios:
+            row = [cells.get((name, treatment), "") for treatment in part]
+            rows += [(name, row)] if any(row) else []
+        lines.append("")
+        for head, row in rows:
+            line = "".join(f"{v:<{widths[t]}}" for t, v in zip(part, row, strict=True))
+            lines.append(f" {head:<{first}}{line}".rstrip())
+    return "\n".join(lines) + "\n\n"
+
+
 def outcomes(tallies: list[Tally], summaries: dict[str, str]) -> str:
     """Group, for each scenario, the treatments that had the same outcome."""
-    lines = ["Outcomes (bad runs / runs; for a random scenario without any, the 95 % bound):"]
+    lines = ["The same by outcome (for a random scenario without a bad run, the 95 % bound):"]
     by_scenario: dict[str, list[Tally]] = defaultdict(list)
     for cell in tallies:
         by_scenario[cell.scenario].append(cell)

@@ -1,6 +1,7 @@
 """The command: what it runs, what it prints, how it exits."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ from dflash_mp.config import UserError, config_dir
 from dflash_mp.diagnostics import mechanism, text
 from dflash_mp.diagnostics.catalogue import SCENARIOS, TREATMENTS, full_matrix, quick_matrix
 from dflash_mp.diagnostics.race import RaceConfig, cell_exit, plan, race
-from dflash_mp.diagnostics.verdict import Tally
+from dflash_mp.diagnostics.tables import RESULTS
+from dflash_mp.diagnostics.verdict import Tally, read_results
 
 
 def config(*overrides: str) -> RaceConfig:
@@ -97,6 +99,23 @@ def test_the_cell_that_the_page_shows(tmp_path):
 def test_a_good_cell_exits_with_zero(tmp_path):
     overrides = ("scenario=call-in-symbolic-trace", "treatment=backport-hooks", "repeats=2")
     assert race(config(*overrides, f"output={tmp_path / 'race.json'}")) == 0
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("torch-*.json")), ids=lambda p: p.stem)
+def test_the_matrix_fits_a_terminal_and_shows_every_cell(path):
+    _, tallies = read_results(path)
+    shown = text.matrix(tallies)
+    assert max(map(len, shown.splitlines())) <= text.WIDTH
+    found = {}
+    for part in shown.strip().split("\n\n")[1:]:
+        head, *lines = part.splitlines()
+        starts = {word.group(): word.start() for word in re.finditer(r"\S+", head)}
+        ends = dict(zip(starts, [*list(starts.values())[1:], None], strict=True))
+        for line in lines:
+            for treatment, start in starts.items():
+                if cell := line[start : ends[treatment]].strip():
+                    found[line.split()[0], treatment] = cell
+    assert found == {(c.scenario, c.treatment): f"{c.outcome} {c.in_short()}" for c in tallies}
 
 
 def test_outcomes_are_grouped_by_what_happened():
