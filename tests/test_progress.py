@@ -1,11 +1,16 @@
 """Progress in a log: whole lines, and only where it is time for one."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
+import torch
+from hydra import compose, initialize_config_dir
 from transformers.utils import logging as loading
 
+from dflash_mp.config import TrainConfig, config_dir, to_config
 from dflash_mp.progress import ProgressLines, progress_bar
+from dflash_mp.roles import drafter
 from dflash_mp.target.model import show_loading
 
 
@@ -45,6 +50,21 @@ def test_nothing_is_shown_of_a_bar_that_is_off_or_wiped() -> None:
 
 def test_what_is_over_at_once_is_not_shown() -> None:
     assert shown(delay=60, mininterval=0) == ""
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_the_walk_is_shown_by_the_main_drafter(main: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = io.StringIO()
+    at_once = {"delay": 0, "mininterval": 0, "file": log}
+    monkeypatch.setattr(drafter, "progress_bar", lambda **given: progress_bar(**given | at_once))
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        job = SimpleNamespace(config=to_config(compose("train"), TrainConfig))
+    alone = SimpleNamespace(is_main_process=main, device="cpu", reduce=lambda counts, _: counts)
+    # Without documents, as when there are more drafters than held-out micro-batches.
+    empty = SimpleNamespace(document_ids=torch.full((4,), -1))
+    patient = SimpleNamespace(wait=lambda _: None)
+    drafter.evaluate_heldout(alone, None, None, [empty] * 3, job, patient)
+    assert ("held-out: 100%" in log.getvalue() and "3/3" in log.getvalue()) == main
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -18,7 +18,7 @@ import numpy as np
 from dflash_mp.config import DataConfig, UserError, require
 from dflash_mp.data.conversations import UNREADABLE, parse_line, read_row, row_names
 from dflash_mp.data.documents import ARRAYS, Corpus, join_arrays, load_corpus
-from dflash_mp.data.sources import Dropped, RawRow, Source, read_rows
+from dflash_mp.data.sources import Dropped, RawRow, Source, count_rows, read_rows
 from dflash_mp.data.summary import Tally
 from dflash_mp.data.template import ChatFormat
 from dflash_mp.data.tokenize import Document, Tokenised, tokenise
@@ -138,7 +138,9 @@ def _chunks(
     raws = _raw_chunks(sources)
     head = list(islice(raws, ROWS_FOR_MANY_CORES // ROWS_PER_CHUNK))
     more = next(raws, None)
-    progress = progress_bar(desc=f"tokenising {key}", unit="row", delay=1, leave=False)
+    progress = progress_bar(
+        desc=f"tokenising {key}", total=count_rows(sources), unit="row", delay=1, leave=False
+    )
     with progress:
         if more is None:
             for number, rows in head:

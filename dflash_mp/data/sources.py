@@ -142,8 +142,37 @@ def read_rows(source: Source) -> Iterator[RawRow]:
                 yield raw
         except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
             # A damaged archive has no next line: what could be read has been.
-            log.warning("%s cannot be read beyond %s: %s", path, last, error)
+            log.warning(
+                "%s cannot be read beyond %s: %s; the run goes on without the rest: fetch or "
+                "write the file anew",
+                path,
+                last,
+                error,
+            )
             yield RawRow(last, Dropped("damaged_file", f"unreadable from here on: {error}"))
+
+
+def count_rows(sources: list[Source]) -> int | None:
+    """How many rows ``read_rows`` will give, for a progress line; None where only reading tells."""
+    counts = [_rows_of(path) for source in sources for path in source.files]
+    known = [count for count in counts if count is not None]
+    hub = any(source.is_hub for source in sources)
+    return None if hub or len(known) < len(counts) else sum(known)
+
+
+def _rows_of(path: Path) -> int | None:
+    try:
+        match _kind(path):
+            case ".parquet":
+                return int(pq.read_metadata(path).num_rows)
+            case ".jsonl" | ".ndjson" if path.suffix.lower() not in COMPRESSIONS:
+                with path.open("rb") as file:
+                    return sum(1 for line in file if line.strip())
+            case _:
+                return None
+    except (OSError, pa.ArrowException):
+        # Reading the rows will say so.
+        return None
 
 
 def _open(path: Path) -> BinaryIO:

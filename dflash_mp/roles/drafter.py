@@ -24,6 +24,7 @@ from dflash_mp.features import FeatureBatch
 from dflash_mp.job import Job
 from dflash_mp.metrics import BlockCounts, empty_counts, unpack_counts
 from dflash_mp.plan.machine import peak_rate
+from dflash_mp.progress import progress_bar
 from dflash_mp.resume import CHECKPOINTS, refuse_other_target
 from dflash_mp.roles.decoding import Decoding
 from dflash_mp.roles.live_report import LiveReport
@@ -226,7 +227,10 @@ def evaluate_heldout(
     """Walk over the held-out text; all drafters, each over its share of the micro-batches."""
     config = job.config
     counts = empty_counts(config.drafter.block_size)
-    for batch in heldout:
+    hidden = not accelerator.is_main_process
+    for batch in progress_bar(
+        iterable=heldout, desc="held-out", unit="batch", delay=1, leave=False, disable=hidden
+    ):
         if bool((batch.document_ids >= 0).any()):
             anchors, rows = config.drafter.anchors_per_batch, config.loss.rows_per_chunk
             counts += simulate(batch, model, head, anchors, rows)[0]

@@ -1,5 +1,6 @@
 """Preparing, caching and mapping a whole data set."""
 
+import io
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from dflash_mp.data.documents import ARRAYS, Corpus, load_corpus, save_corpus, s
 from dflash_mp.data.overlap import copied_share, gram_hashes, shared_prompts
 from dflash_mp.data.summary import summary_lines
 from dflash_mp.data.template import chat_format
+from dflash_mp.progress import progress_bar
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,16 @@ def files(tmp_path):
         "heldout": write(tmp_path / "heldout.jsonl", heldout),
         "cache_dir": str(tmp_path / "cache"),
     }
+
+
+def test_progress_has_a_total(files, tokenizer, monkeypatch):
+    log = io.StringIO()
+    at_once = {"delay": 0, "mininterval": 0, "file": log}
+    monkeypatch.setattr(ingest, "progress_bar", lambda **given: progress_bar(**given | at_once))
+    prepare(data_config(**files), tokenizer, MASK)
+    assert "tokenising data.train: 100%" in log.getvalue()
+    assert "15/15" in log.getvalue()
+    assert "4/4" in log.getvalue()
 
 
 def test_rows_are_all_accounted_for(files, tokenizer):

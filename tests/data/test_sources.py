@@ -10,7 +10,14 @@ import pytest
 
 from dflash_mp.config import UserError
 from dflash_mp.data.conversations import parse_line
-from dflash_mp.data.sources import Dropped, Source, content_hash, read_rows, resolve_sources
+from dflash_mp.data.sources import (
+    Dropped,
+    Source,
+    content_hash,
+    count_rows,
+    read_rows,
+    resolve_sources,
+)
 
 ROWS = [{"prompt": f"question {i}\u2028\x85", "completion": "é" * (i + 1)} for i in range(5)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
@@ -61,6 +68,18 @@ CONTENTS = {
 def test_formats(tmp_path, name):
     (tmp_path / name).write_bytes(CONTENTS[name])
     assert [row for _, row in read(tmp_path / name)] == ROWS
+
+
+def test_rows_are_counted_where_that_is_cheap(tmp_path):
+    write_parquet(tmp_path / "b.parquet", ROWS)
+    (tmp_path / "a.jsonl").write_bytes(b"\n" + LINES)
+    sources = resolve_sources("data.train", str(tmp_path), "train")
+    assert count_rows(sources) == len(read(tmp_path)) == 10
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(LINES))
+    assert count_rows(resolve_sources("data.train", str(tmp_path), "train")) is None
+    (tmp_path / "d.json").write_text(json.dumps(ROWS))
+    assert count_rows(resolve_sources("data.train", str(tmp_path / "d.json"), "train")) is None
+    assert count_rows([Source("owner/name", 1.0, ())]) is None
 
 
 def test_parquet_and_folders(tmp_path):
