@@ -33,6 +33,7 @@ from dflash_mp.run_folder import claim_folder
 from dflash_mp.sentinel import UNLIMITED, guard
 from dflash_mp.target.model import check_target, load_config, load_tokenizer
 from dflash_mp.tracking import check_trackers
+from dflash_mp.warn_once import share_warnings
 from dflash_mp.wire.connect import choose_edge
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ def play(config: TrainConfig, hydra_folder: Path) -> None:
         guard(mine, launcher.this_attempt(), config.failure) as sentinel,
         enter(mine, launcher, config.threads) as cast,
     ):
+        share_warnings(cast.client())
         if config.topology.elastic:
             # For the launcher, which decides what becomes of a job that has lost a rank.
             cast.store.set("elastic", "")

@@ -45,7 +45,11 @@ def choose_checkpoint(config: TrainConfig, folder: Path, restarted: bool) -> Pat
     if config.resume is None:
         return None
     if config.resume == AUTO:
-        log.warning("resume=auto: no complete checkpoint in %s yet, starting afresh", folder)
+        log.warning(
+            "resume=auto: no complete checkpoint in %s yet, starting afresh; if there should be "
+            "one, stop and look at run_name and output_dir",
+            folder,
+        )
         return None
     named = Path(config.resume).expanduser()
     inside = checkpoints(named / CHECKPOINTS) or checkpoints(named)

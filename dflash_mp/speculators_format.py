@@ -39,7 +39,8 @@ def write_speculators(
     if "sliding_attention" in model.config.layer_types:
         log.warning(
             "speculators 0.9.0 gives all slots of a block the window of its anchor; this drafter, "
-            "z-lab and SpecForge let the window slide with the slot: acceptance may differ there"
+            "z-lab and SpecForge let the window slide with the slot: acceptance may differ: "
+            "measure it there before serving"
         )
 
 

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_mp.features import FeatureBatch
-from dflash_mp.roles.skips import SkippedTooMany, Skips
+from dflash_mp.roles.skips import SKIP_ADVICE, SkippedTooMany, Skips
 from dflash_mp.roles.target import fill_in_parts, finite
 from dflash_mp.warn_once import warn_once
+from dflash_mp.wire.stream import UNSENT_ADVICE
 
 Start = Callable[..., subprocess.CompletedProcess]
 
@@ -101,11 +102,22 @@ def launch_two_drafters(launch: Callable[..., object], monkeypatch: pytest.Monke
     # Without a cache: the features of one epoch are not those of the next.
     two = ("topology.drafters=2", "micro_batches_per_step=4", "features.cache=off")
 
-    def start(kind: str, *overrides: str) -> subprocess.CompletedProcess:
+    def start(kind: str, *overrides: str, ranks: int = 3) -> subprocess.CompletedProcess:
         monkeypatch.setenv("UNUSABLE", kind)
-        return launch(3, *two, *overrides, script=script, timeout=240)
+        return launch(ranks, *two, *overrides, script=script, timeout=240)
 
     return start
+
+
+@pytest.mark.distributed
+def test_a_warning_comes_once_in_a_job(launch_two_drafters: Start, tmp_path: Path) -> None:
+    """Each drafter runs into it, and one target or both."""
+    result = launch_two_drafters("features", "topology.targets=2", ranks=4)
+    assert result.returncode == 0, result.stderr[-3000:]
+    logs = "".join(path.read_text() for path in tmp_path.rglob("rank*.log"))
+    for what, advice in ((" is not sent: ", UNSENT_ADVICE), (" is skipped: ", SKIP_ADVICE)):
+        assert logs.count(what) == 2
+        assert (result.stdout + result.stderr).count(advice) == 1
 
 
 @pytest.mark.distributed
@@ -117,10 +129,10 @@ def test_bad_features_and_a_bad_loss_leave_out_the_same(
     for kind in ("features", "loss"):
         folder = tmp_path / kind
         result = launch_two_drafters(kind, f"output_dir={folder}")
-        said = result.stdout + result.stderr
-        assert result.returncode == 0, said[-3000:]
+        assert result.returncode == 0, result.stderr[-3000:]
+        logs = "".join(path.read_text() for path in tmp_path.rglob("rank*.log"))
         for number in (4, 7):
-            assert f"micro-batch {number} is skipped" in said
+            assert f"micro-batch {number} is skipped" in logs
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [row["train/skipped"] for row in rows if "train/skipped" in row] == [0, 2, 0, 0]
         (last,) = sorted((folder / "checkpoints").glob("step-*"))[-1:]

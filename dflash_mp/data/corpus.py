@@ -81,7 +81,12 @@ def prepare(
             fcntl.flock(lock, fcntl.LOCK_EX)
             problem = damage(folder, key) if folder.exists() else "nothing there yet"
             if folder.exists() and problem:
-                log.warning("not using the data in %s: %s; preparing again", folder, problem)
+                log.warning(
+                    "not using the data in %s: %s; preparing again, there is nothing to do unless "
+                    "it comes again: then look at that disk, or set data.cache_dir elsewhere",
+                    folder,
+                    problem,
+                )
             if problem:
                 _build_atomically(folder, key, sources, chat, data)
     except OSError as error:

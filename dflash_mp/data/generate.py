@@ -96,7 +96,12 @@ def generate(config: GenerateConfig, rank: int, world_size: int) -> None:
             written, skipped = parts.merge(len(prompts))
             log.info("%s: %d rows from %d prompts", config.output, written, len(prompts))
             if skipped:
-                log.warning("%d prompts were skipped, the first: %s", len(skipped), skipped[0])
+                log.warning(
+                    "%d prompts were skipped and have no answer, the first: %s; shorten or drop "
+                    "them, and write to another output",
+                    len(skipped),
+                    skipped[0],
+                )
 
 
 def load_prompts(name: str) -> list[dict[str, Any]]:

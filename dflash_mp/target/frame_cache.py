@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dflash_mp.config import UserError
+from dflash_mp.warn_once import warn_once
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,10 @@ MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettem
 ENTRY = 8
 """Index bytes of a frame: four of a mark, four of the checksum; zeros until it is written."""
 MARK = b"dfmp"
+FULL_ADVICE = (
+    "what is not kept is captured anew in every epoch: make room, or lower features.cache_gb to "
+    "what is there"
+)
 
 
 class FrameCache:
@@ -81,11 +86,7 @@ class FrameCache:
             os.pwrite(self._file, MARK + checksum(buffer), number * ENTRY)
         except OSError as error:
             # A frame that is not kept is only captured again.
-            log.warning(
-                "features.cache: %s after %d frames; the rest is captured anew in every epoch",
-                error.strerror,
-                number,
-            )
+            warn_once(log, f"features.cache: {error.strerror} at frame {number}", FULL_ADVICE)
             self.capacity = 0
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from dflash_mp.quantise import quantise
 from dflash_mp.target.compiled import with_compiled_layers
 from dflash_mp.target.layers import capturing
 from dflash_mp.target.smollm2 import converted_folder
+from dflash_mp.warn_once import warn_once
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,10 @@ PADDED_ROW_MULTIPLE = 64
 PADDED_TOKENS = 4096
 LEAK_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Relative difference that rounding explains; documents that see each other differ by more."""
+MIXES_ADVICE = (
+    "the target runs padded rows instead, which is slower where lengths differ; if its layers "
+    "should not mix them, try target.attention=eager or target.dtype=float32"
+)
 
 
 def resolve(target: TargetConfig) -> str:
@@ -279,11 +284,7 @@ def isolates_documents(model: PreTrainedModel, layer_ids: list[int]) -> bool:
     scale = alone[-1].float().abs().mean()
     leak = (packed[-1][:, 12:] - alone[-1]).float().abs().mean() / scale
     if leak > LEAK_TOLERANCE.get(model.dtype, 2e-2):
-        log.warning(
-            "%s mixes documents packed in one row (relative difference %.1e): the target runs "
-            "padded rows instead",
-            type(model).__name__,
-            float(leak),
-        )
+        name = type(model).__name__
+        warn_once(log, f"{name} mixes documents of a row (by {float(leak):.1e})", MIXES_ADVICE)
         return False
     return True

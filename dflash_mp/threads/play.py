@@ -60,7 +60,8 @@ def play(config: TrainConfig, hydra_folder: Path) -> None:
     torch.set_num_threads(config.threads or 1)
     log.warning(
         "isolation=threads: one process with a global FX tracing flag and one lock; for looking "
-        "at the race, not for training (docs/race.md)"
+        "at the race, not for training (docs/race.md); to train, leave isolation out and start "
+        "torchrun or launch.spawn"
     )
     casts = make_casts(config.topology)
     job = make_job(casts[0], config, folder, begin(casts[0], config, folder))
@@ -136,7 +137,7 @@ def enter(stack: ExitStack, context: Callable[[], AbstractContextManager[str]], 
     """Enter a part of the treatment until the end, and log what it says of itself."""
     said = stack.enter_context(context())
     if said:
-        log.warning("race.treatment, %s: %s", when, said)
+        log.info("race.treatment, %s: %s", when, said)
 
 
 def make_ranks(

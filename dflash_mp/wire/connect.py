@@ -8,10 +8,16 @@ import torch.distributed as dist
 
 from dflash_mp.cast import TARGET, Cast, Place
 from dflash_mp.config import require
+from dflash_mp.warn_once import warn_once
 from dflash_mp.wire.edge import DRAFTER_END, TARGET_END, Edge, GroupEdge
 from dflash_mp.wire.shared_edge import SharedEdge, SharedMemory
 
 log = logging.getLogger(__name__)
+
+GLOO_ADVICE = (
+    "frames go over gloo, which copies them more often: lower wire.slots or data.tokens_per_batch, "
+    "or give the machine or container more memory"
+)
 
 
 def choose_edge(asked: str, on_gpu: bool) -> str:
@@ -110,5 +116,5 @@ def reserve(place: Place, asked: str, nbytes: int) -> SharedMemory | None:
             f"wire.edge={asked}: {problem}; lower wire.slots or data.tokens_per_batch, or use "
             "wire.edge=gloo",
         )
-        log.warning("%s: %s; frames go over gloo", place.name, problem)
+        warn_once(log, f"{place.name}: {problem}", GLOO_ADVICE)
         return None
