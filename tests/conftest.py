@@ -11,7 +11,7 @@ import pytest
 import torch
 from hydra.core.config_store import ConfigStore
 
-from tiny import LAUNCHED, make_conversations, make_tiny_target
+from tiny import LAUNCHED, TINY_RUN, make_conversations, make_tiny_target
 
 torch.set_num_threads(1)
 # Children (torchrun, spawn) read it when torch is loaded.
@@ -76,21 +76,7 @@ def launch(tiny_target: Path, conversations: Path, heldout: Path, tmp_path: Path
         f"data.cache_dir={tmp_path / 'cache'}",
         f"output_dir={tmp_path / 'run'}",
         f"hydra.run.dir={tmp_path / 'hydra'}",
-        "data.max_length=64",
-        "data.tokens_per_batch=64",
-        "data.min_supervised_tokens=2",
-        "drafter.block_size=4",
-        "target.layer_ids=[0,2]",
-        "drafter.tapped_layers=2",
-        "drafter.anchors_per_batch=8",
-        "drafter.precision=float32",
-        "steps=4",
-        "micro_batches_per_step=2",
-        "log_interval=1",
-        "evaluate.decode_prompts=0",
-        "evaluate.max_new_tokens=8",
-        "wire.dtype=float32",
-        "trackers=[]",
+        *TINY_RUN,
     ]
 
     def run(

@@ -1,11 +1,12 @@
 """Run commands one after the other: ``python many_commands.py`` reads their words as JSON.
 
 Each is a list of the exit code that it should have, the module and its arguments, and runs in a
-fork of an interpreter that has loaded the libraries already. Ends with 1 if any has another exit
-code, and prints what those have said.
+fork of an interpreter that has loaded the libraries already; so do the ranks of ``launch.spawn``.
+Ends with 1 if any has another exit code, and prints what those have said.
 """
 
 import json
+import multiprocessing
 import os
 import runpy
 import sys
@@ -17,6 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM  # noqa: F401
 
 # What most of the commands would spend their time on.
+import dflash_mp.rank
+import dflash_mp.train  # noqa: F401
 from dflash_mp.acceptance import evaluate_prompts  # noqa: F401
 from dflash_mp.data.corpus import prepare  # noqa: F401
 from dflash_mp.export_folder import write_export  # noqa: F401
@@ -31,6 +34,9 @@ def run(words: list[str]) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     code = 1
     try:
+        if words[0] == "launch.spawn":
+            forks = multiprocessing.get_context("fork")
+            multiprocessing.get_context = lambda _: forks
         sys.argv = list(words)
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         code = 0

@@ -10,6 +10,24 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that make a process a rank."""
+TINY_RUN = (
+    "data.max_length=64",
+    "data.tokens_per_batch=64",
+    "data.min_supervised_tokens=2",
+    "drafter.block_size=4",
+    "target.layer_ids=[0,2]",
+    "drafter.tapped_layers=2",
+    "drafter.anchors_per_batch=8",
+    "drafter.precision=float32",
+    "steps=4",
+    "micro_batches_per_step=2",
+    "log_interval=1",
+    "evaluate.decode_prompts=0",
+    "evaluate.max_new_tokens=8",
+    "wire.dtype=float32",
+    "trackers=[]",
+)
+"""Overrides that make a training of the tiny target last a second."""
 SENTENCE = (
     "write a short function that adds two numbers please explain the list of words and sort them "
     "return sum first last item reverse count even odd value text def for in if else print one two"
