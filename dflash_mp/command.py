@@ -21,7 +21,7 @@ from typing import NoReturn, TypeVar
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_mp.config import UserError, config_dir, explain, to_config
@@ -29,6 +29,20 @@ from dflash_mp.config_comments import commented
 
 USER_ERROR = 2
 ConfigT = TypeVar("ConfigT")
+
+
+def rank_zero(value: str, other: str | None = None) -> str | None:
+    """Resolver ``${rank_zero:a,b}``: ``a`` on world rank 0, else ``b``."""
+    return value if os.environ.get("RANK", "0") == "0" else other
+
+
+def given(value: str | None, other: str) -> str:
+    """Resolver ``${given:a,b}``: ``a``, or ``b`` where that is null."""
+    return other if value is None else value
+
+
+OmegaConf.register_new_resolver("rank_zero", rank_zero, replace=True)
+OmegaConf.register_new_resolver("given", given, replace=True)
 
 
 def run_command(name: str, kind: type[ConfigT], work: Callable[[ConfigT, Path], None]) -> None:

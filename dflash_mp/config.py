@@ -393,10 +393,4 @@ def cache_dir() -> Path:
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "dflash_mp"
 
 
-def rank_zero(value: str, other: str | None = None) -> str | None:
-    """Resolver ``${rank_zero:a,b}``: ``a`` on world rank 0, else ``b``."""
-    return value if os.environ.get("RANK", "0") == "0" else other
-
-
-OmegaConf.register_new_resolver("rank_zero", rank_zero, replace=True)
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)

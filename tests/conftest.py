@@ -75,7 +75,6 @@ def launch(tiny_target: Path, conversations: Path, heldout: Path, tmp_path: Path
         f"data.heldout={heldout}",
         f"data.cache_dir={tmp_path / 'cache'}",
         f"output_dir={tmp_path / 'run'}",
-        f"hydra.run.dir={tmp_path / 'hydra'}",
         *TINY_RUN,
     ]
 

@@ -189,7 +189,7 @@ def test_a_run_leaves_what_it_promises(launch: Launch, tmp_path: Path) -> None:
     assert sum(walked["histogram"]) == walked["cycles"] > 0
     assert_counters_are_there(folder)
     assert_profiled(folder)
-    log = (tmp_path / "hydra" / "rank0.log").read_text()
+    log = (folder / "rank0.log").read_text()
     assert "settings that differ from the defaults: " in log
     assert "steps=8 (default null)" in log
     for word in ("acceptance length after training", "checkpoints", "export", "plots", "report"):

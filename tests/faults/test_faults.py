@@ -117,7 +117,7 @@ def test_a_killed_interrupted_or_smaller_training_comes_to_the_same_weights(
 
     def train(name: str, case: Case, *overrides: str) -> Outcome:
         folder = tmp_path / name
-        settings = [f"output_dir={folder}", f"hydra.run.dir={folder}", "steps=20", *overrides]
+        settings = [f"output_dir={folder}", "steps=20", *overrides]
         (result,) = run(case, training, settings)
         return result
 

@@ -32,7 +32,6 @@ def settings() -> list[str]:
         f"data.heldout={folder}/heldout.jsonl",
         f"data.cache_dir={folder}/cache",
         f"output_dir={os.environ['FAULT_OUTPUT']}",
-        f"hydra.run.dir={os.environ['FAULT_OUTPUT']}",
         *("data.max_length=64", "data.tokens_per_batch=64", "data.min_supervised_tokens=2"),
         *("drafter.block_size=4", "target.layer_ids=[0,2]", "drafter.tapped_layers=2"),
         *("drafter.anchors_per_batch=8", "drafter.precision=float32", "wire.dtype=float32"),
