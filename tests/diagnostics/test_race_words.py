@@ -48,7 +48,7 @@ def test_what_is_said_to_be_process_wide_failed_with_a_flag_per_thread_and_not_i
     ("minor", "scenarios"),
     [
         ("2.11", {"flex-threads", "block-threads"}),
-        ("2.13", {"adamw-threads", "mask-threads", "fullgraph-threads"}),
+        ("2.13", {"adamw-threads", "mask-threads"}),
         ("2.14", set()),
     ],
 )
