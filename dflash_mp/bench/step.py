@@ -5,8 +5,9 @@
 Forward and backward of one micro-batch, each implementation in a process and environment of its
 own, taking turns: same weights, rows and anchors, one thread, CPU seconds. Forms: quick (this
 project only, a tiny drafter, to see that it works), short (fp32 at 128 anchors, a quarter of an
-hour on an idle core), full (all cases, fp32 and bf16, about an hour) and recompute (this project
-only, fp32 at 128 anchors, without and with drafter.activation_checkpointing).
+hour on an idle core), long (fp32 at 512 anchors with full supervision, as long), full (all cases,
+fp32 and bf16, over an hour) and recompute (this project only, fp32 at 128 anchors, without and with
+drafter.activation_checkpointing).
 """
 
 import argparse
@@ -33,10 +34,9 @@ OUR_WORKER = (sys.executable, "dflash_mp.bench.step_ours")
 TINY = Shape(hidden=32, heads=4, shared_heads=2, intermediate=64, vocabulary=300)
 QUICK = (Case(8, "ragged", 192, (48, 6)),)
 SHORT = tuple(case for case in CASES if case.anchors == 128)
+LONG = tuple(case for case in CASES if case.anchors == 512 and case.supervision == "full")
 ROUNDS = 3
-LONG_ANCHORS = 512
-"""A round of these takes minutes: it is made once, behind the smaller ones, without a warm-up."""
-FORMS = ("quick", "short", "full", "recompute")
+FORMS = ("quick", "short", "long", "full", "recompute")
 
 
 def main(arguments: list[str]) -> None:
@@ -56,8 +56,8 @@ def main(arguments: list[str]) -> None:
     elif form == "recompute":
         both = {OURS: OUR_WORKER, f"{OURS}, recomputing": (*OUR_WORKER, "recompute")}
         found = run(Shape(), SHORT, ("float32",), both)
-    elif form == "short":
-        found = run(Shape(), SHORT, ("float32",), everybody())
+    elif form in ("short", "long"):
+        found = run(Shape(), SHORT if form == "short" else LONG, ("float32",), everybody())
     else:
         found = run(Shape(), CASES, ("float32", "bfloat16"), everybody())
     write_result(parsed.result or RESULTS / f"step-{form}.json", {"form": form, **found})
@@ -142,15 +142,18 @@ def worker(python: str, module: str, folder: Path, *rest: str) -> Iterator[Ask]:
 def take_turns(
     ask: dict[str, Ask], case: Case, dtype: str, work: tuple[float, Shape]
 ) -> list[dict[str, Any]]:
-    """``ROUNDS`` rounds in which every implementation makes one step, after one that warms up."""
+    """``ROUNDS`` rounds in which every implementation makes one step, after one that warms up.
+
+    None warms up at 512 anchors, where a round takes minutes and a first step is like any other.
+    """
     flops, shape = work
     # The two shapes that most of the work is in: a chunk through the head, and the MLP.
     shapes = [[512, shape.hidden, shape.vocabulary], [4096, shape.hidden, shape.intermediate]]
     request = {"case": case.name, "dtype": dtype}
     seconds: dict[str, list[float]] = {who: [] for who in ask}
     rates = []
-    warm_ups, rounds = (0, 1) if case.anchors >= LONG_ANCHORS else (1, ROUNDS)
-    for turn in range(warm_ups + rounds):
+    warm_ups = 0 if case.anchors == 512 else 1
+    for turn in range(warm_ups + ROUNDS):
         for who in ask:
             found = ask[who](**request, memory=False)
             if turn >= warm_ups:
