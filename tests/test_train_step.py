@@ -26,6 +26,7 @@ from dflash_mp.roles import step as step_module
 from dflash_mp.roles.skips import Gate, SkippedTooMany, Skips
 from dflash_mp.roles.step import Learner, train_step
 from dflash_mp.wire.plan import Frame, Kind
+from tiny import LAUNCHED
 from tiny_drafter import DRAFTER, MASK, loss_config, make_batch, make_head, make_model
 
 PER_STEP = 3
@@ -45,8 +46,10 @@ Bad = Callable[[dict[int, float]], None]
 
 
 @pytest.fixture(autouse=True)
-def own_world() -> Iterator[None]:
-    """No state of Accelerate's from, or for, other tests."""
+def own_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No rank, and no state of Accelerate's from, or for, other tests."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
