@@ -20,7 +20,7 @@ import pytest
 from pages import PAGES, ROOT, Command, blocks, command_of, mark_of, programs, spans
 from tiny import LAUNCHED, TINY_RUN
 
-MOST_RANKS = 3
+MOST_RANKS = 2
 FIRST = "run_name=profiled"
 """In the command whose run folder the others read."""
 

@@ -144,24 +144,16 @@ def test_the_newest_compile_is_named_with_its_reason() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_a_compiled_target_trains_alike_and_is_compiled_once(
-    launch: Callable, tmp_path: Path
-) -> None:
-    rows = {}
-    for compile in ("true", "false"):
-        folder = tmp_path / compile
-        decoded = ("evaluate.decode_prompts=2", "evaluate.decode_interval=2")
-        run = launch(2, f"output_dir={folder}", f"target.compile={compile}", *decoded, timeout=280)
-        assert run.returncode == 0, run.stderr
-        assert "compiled again" not in run.stderr
-        rows[compile] = read_metrics(folder)
-    compiled, plain = ([r for r in rows[c] if "train/loss" in r] for c in ("true", "false"))
-    assert [row["train/loss"] for row in compiled] == pytest.approx(
-        [row["train/loss"] for row in plain], rel=1e-3
-    )
-    again = "perf/target_recompiles"
+def test_a_job_compiles_its_target_once(launch: Callable, tmp_path: Path) -> None:
+    """Though the target decodes in between; what it makes is compared in ``test_compiled``."""
+    folder = tmp_path / "run"
+    decoded = ("evaluate.decode_prompts=2", "evaluate.decode_interval=2")
+    run = launch(2, f"output_dir={folder}", "target.compile=true", *decoded, timeout=280)
+    assert run.returncode == 0, run.stderr
+    assert "compiled again" not in run.stderr
+    rows = [row for row in read_metrics(folder) if "train/loss" in row]
     # A target that is done tells nothing new.
-    assert {row[again] for row in compiled if again in row} == {0}
+    again = "perf/target_recompiles"
+    assert {row[again] for row in rows if again in row} == {0}
     # Of the drafter nothing is compiled.
-    assert not any("perf/recompiles" in row for row in compiled + plain)
-    assert not any(again in row for row in plain)
+    assert not any("perf/recompiles" in row for row in rows)

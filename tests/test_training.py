@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -150,13 +151,25 @@ def assert_counters_are_there(folder: Path) -> None:
     assert 1 <= round(frames) <= 16
 
 
+def assert_advised_once(said: str) -> None:
+    """By the rates of both roles: which split would be best."""
+    (rates,) = re.findall(
+        r"2 targets \+ 1 drafters: a target makes ([\d,]+) tokens/s, a drafter takes ([\d,]+); "
+        r"(?:no other split|topology\.targets=1 topology\.drafters=2)",
+        said,
+    )
+    assert all(int(rate.replace(",", "")) > 0 for rate in rates)
+
+
 def test_a_run_leaves_what_it_promises(launch: Launch, tmp_path: Path) -> None:
     decoding = ["evaluate.decode_prompts=3", "evaluate.decode_interval=4"]
     # With one slot the targets cannot be through before the drafter begins.
     profile = ["profile=steps", "profile.skip=1", "profile.record=5", "wire.slots=1"]
     # A frame that was kept takes no FLOPs.
     rest = ["features.cache=off", "trackers=[tensorboard]"]
-    result = launch(3, "steps=8", *decoding, *profile, *rest)
+    # A target that has made nothing has no rate, and there is no advice on the split.
+    script = Path(__file__).parent / "sharing_targets.py"
+    result = launch(3, "steps=8", *decoding, *profile, *rest, script=script)
     folder = tmp_path / "run"
     ran(result, folder)
     facts = json.loads((folder / "run.json").read_text())
@@ -189,6 +202,7 @@ def test_a_run_leaves_what_it_promises(launch: Launch, tmp_path: Path) -> None:
     assert sum(walked["histogram"]) == walked["cycles"] > 0
     assert_counters_are_there(folder)
     assert_profiled(folder)
+    assert_advised_once(result.stdout + result.stderr)
     log = (folder / "rank0.log").read_text()
     assert "settings that differ from the defaults: " in log
     assert "steps=8 (default null)" in log
