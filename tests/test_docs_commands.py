@@ -2,8 +2,9 @@
 
 Trainings and other jobs run on the tiny target of ``tiny.py``, with the keys that the page gives
 them and fewer steps, started by ``launch.spawn`` (the tests of the training start torchrun, too).
-Commands that differ in nothing but the launcher or the number of ranks run once. A block that no
-test runs says so in a line of its own (``MARKS``); docs/contributing.md tells people.
+Commands that differ in nothing but the launcher or the number of ranks run once, and one that is
+told without its keys counts as run with those of another page. A block that no test runs says so in
+a line of its own (``MARKS``); docs/contributing.md tells people.
 """
 
 import json
@@ -36,14 +37,8 @@ QUICK = {
     "dflash_mp.data.generate": ("max_new_tokens=4",),
 }
 """Modules that load a target, and what makes them quick whatever the page says."""
-BARE = {
-    "dflash_mp.doctor": (*TINY_TAPS, *TINY_DATA),
-    "dflash_mp.evaluate": ("drafter=outputs/my_run/export", "data.prompts=narrow"),
-    "dflash_mp.data.report": ("data.train=my.jsonl",),
-    "dflash_mp.data.generate": ("data.prompts=prompts.jsonl", "output=bare.jsonl"),
-    "dflash_mp.plan": ("target=hub", "target.name=tests/plan/qwen3_6_27b"),
-}
-"""The keys of a command whose page gives it none."""
+BARE = {"dflash_mp.doctor": (*TINY_TAPS, *TINY_DATA)}
+"""The keys of a command that no page gives any."""
 AS_WRITTEN = (
     *("dflash_mp.report", "dflash_mp.timeline", "dflash_mp.export", "dflash_mp.plan"),
     *("dflash_mp.bench.tables", "dflash_mp.diagnostics.tables"),
@@ -106,14 +101,19 @@ def without_gpus() -> list[str]:
 
 def run_here() -> list[Command]:
     """The commands that the last test runs."""
-    found: dict[object, Command] = {}
+    found: dict[tuple[str, frozenset[str], bool], Command] = {}
     for line in without_gpus():
         command = command_of(line)
         if line not in RUN_ELSEWHERE and line not in NOT_RUN:
             assert command, f"{line}: no test can run it; say why in a mark, and here"
             alone = command.ranks == 0
             found.setdefault((command.module, frozenset(command.arguments), alone), command)
-    return list(found.values())
+    with_keys = {(module, alone) for module, arguments, alone in found if arguments}
+    return [
+        command
+        for (module, arguments, alone), command in found.items()
+        if arguments or (module, alone) not in with_keys
+    ]
 
 
 def quick(command: Command, number: int, target: Path) -> list[str]:
