@@ -9,19 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_mp.config import DrafterConfig, LossConfig
 from dflash_mp.drafter import attention
-from dflash_mp.drafter.frozen_head import FrozenHead
-from dflash_mp.drafter.hf_config import read_config
-from dflash_mp.drafter.model import DFlashDraftModel
 from dflash_mp.drafter.step import batch_loss
 from dflash_mp.features import FeatureBatch
 from dflash_mp.recompiles import Recompiles, compiled_graphs, newest_compile
 from dflash_mp.simulate import simulate
 from dflash_mp.tracking import read_metrics
+from tiny_drafter import ANCHORS, DRAFTER, MASK, TAPS, WIDTH, loss_config, make_head, make_model
 
-WIDTH, VOCAB, BLOCK, MASK, ANCHORS, SLOTS = 16, 41, 4, 40, 6, 150
-LOSS = LossConfig("ce", "data", True, None, dpace_alpha=0.5, rows_per_chunk=64)
+SLOTS = 150
+LOSS = loss_config("ce", "data", True)
+TWO_RULES = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "use_sliding_window": True,
+    "sliding_window": 32,
+}
+"""Layers of different visibility."""
 RAGGED = [[70, 31, 40], [150], [2, 3, 20], [9] * 16]
 
 
@@ -52,38 +55,15 @@ def ragged_batch(number: int, lengths: list[int], slots: int) -> FeatureBatch:
         position_ids=torch.cat([torch.arange(n, dtype=torch.int32) for n in padded]),
         document_ids=documents,
         loss_mask=supervised.to(torch.uint8),
-        hidden_states=torch.randn(slots, 2 * WIDTH, generator=generator),
+        hidden_states=torch.randn(slots, TAPS * WIDTH, generator=generator),
     )
-
-
-def make_drafter() -> DFlashDraftModel:
-    """Two layers of different visibility."""
-    config = read_config(
-        {
-            "hidden_size": WIDTH,
-            "intermediate_size": 24,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "num_hidden_layers": 2,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "use_sliding_window": True,
-            "sliding_window": 32,
-            "vocab_size": VOCAB,
-            "num_target_layers": 4,
-            "block_size": BLOCK,
-            "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2]},
-        }
-    )
-    model = DFlashDraftModel(config, "flex")
-    model.init_weights(seed=0)
-    return model
 
 
 def make_work() -> tuple[Callable[[int, list[int], int], None], Callable[[list[int]], None]]:
     """A step, without its backward, which FlexAttention does not have on a CPU; and a walk."""
-    model, head = make_drafter(), FrozenHead(torch.randn(VOCAB, WIDTH))
-    drafter = DrafterConfig(2, BLOCK, 2, 1, 32, MASK, ANCHORS, "flex", "float32")
+    model, head = make_model("flex", **TWO_RULES), make_head(None)
+    model.init_weights(seed=0)
+    drafter = replace(DRAFTER, attention="flex", sliding_layers=1, sliding_window=32)
 
     @torch.no_grad()
     def step(number: int, lengths: list[int], anchors: int = ANCHORS) -> None:

@@ -156,7 +156,8 @@ def test_the_micro_batch_that_was_one_too_many_is_named(
 
 def test_a_good_micro_batch_breaks_the_row(bad: Bad) -> None:
     bad(dict.fromkeys((0, 1, 3, 4, 6, 7), float("nan")))
-    train(frames(3), 3, max_skips=3)
+    _, counts = train(frames(3), 3, max_skips=3)
+    assert sum(int(count[6]) for count in counts) == 6
 
 
 def step_without_values(monkeypatch: pytest.MonkeyPatch, attention: str) -> tuple[Learner, Tensor]:

@@ -49,7 +49,8 @@ def make_batch() -> FeatureBatch:
     )
 
 
-def make_model(attention: str = "sdpa") -> DFlashDraftModel:
+def make_model(attention: str = "sdpa", **more: object) -> DFlashDraftModel:
+    """Two layers; ``more`` is of their configuration."""
     config = read_config(
         {
             "hidden_size": WIDTH,
@@ -63,6 +64,7 @@ def make_model(attention: str = "sdpa") -> DFlashDraftModel:
             "initializer_range": 0.3,
             "block_size": BLOCK,
             "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2]},
+            **more,
         }
     )
     return DFlashDraftModel(config, attention)

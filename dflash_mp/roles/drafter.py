@@ -38,6 +38,7 @@ from dflash_mp.sentinel import Sentinel
 from dflash_mp.simulate import simulate
 from dflash_mp.target.model import target_dtype
 from dflash_mp.tracking import Tracker, run_facts
+from dflash_mp.wire.edge import Edge
 from dflash_mp.wire.receiver import Receiver
 from dflash_mp.wire.takeover import Debts
 
@@ -49,7 +50,7 @@ TARGET_LOADS = timedelta(days=1)
 def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
     """Play the drafter's part from the initial or restored weights to the export."""
     config, start, steps = job.config, job.start, job.plan.steps
-    limits, timeout = config.failure, timedelta(seconds=config.wire.timeout_s)
+    limits = config.failure
     sentinel.phase("load the drafter", limits.setup_s)
     accelerator = means.make_accelerator(cast, config, job.folder)
     model = untrained(job, cast.device)
@@ -67,8 +68,7 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
 
     sentinel.wait("the edges")
     edges = means.open_edges(cast, job)
-    debts = Debts(cast, job.plan, timeout) if config.topology.elastic else None
-    receiver = Receiver(cast, job.plan, job.layout, config.wire.slots, edges, timeout, debts)
+    receiver = make_receiver(cast, job, edges)
     frames = watched(iter(receiver), job.plan, cast.place.role_rank, sentinel)
     heldout = [kept(batch) for _, batch in take(frames, job.plan.heldout_frames)]
 
@@ -117,6 +117,13 @@ def run_drafter(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
     page.write()
     for edge in edges.values():
         edge.close()
+
+
+def make_receiver(cast: Cast, job: Job, edges: dict[int, Edge]) -> Receiver:
+    """This drafter's end of the stream; begins to receive."""
+    config, timeout = job.config, timedelta(seconds=job.config.wire.timeout_s)
+    debts = Debts(cast, job.plan, timeout) if config.topology.elastic else None
+    return Receiver(cast, job.plan, job.layout, config.wire.slots, edges, timeout, debts)
 
 
 def make_meter(cast: Cast, job: Job, receiver: Receiver, dtype: torch.dtype) -> Meter:
