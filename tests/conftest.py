@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,25 +61,23 @@ Launch = Callable[..., subprocess.CompletedProcess]
 
 
 @pytest.fixture
-def launch(tiny_target: Path, conversations: Path, heldout: Path, tmp_path: Path) -> Launch:
+def launch(launch_in: Launch, tmp_path: Path) -> Launch:
+    """``launch_in`` the folder of the test."""
+    return partial(launch_in, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def launch_in(tiny_target: Path, conversations: Path, heldout: Path) -> Launch:
     """Train on the tiny target in real processes; later overrides win.
 
-    ``launch(ranks, *overrides, spawn=True, script=None, timeout=120, wait=True)`` returns the
-    finished launcher (the running one without ``wait``) with its output as text. ``script``
+    ``launch_in(base, ranks, *overrides, spawn=True, script=None, timeout=120, wait=True)`` returns
+    the finished launcher (the running one without ``wait``) with its output as text. ``script``
     replaces ``-m dflash_mp.train``; no ``ranks`` means no launcher, ``spawn`` not torchrun, which
-    takes longer to start. The run folder is
-    ``tmp_path / "run"`` unless given.
+    takes longer to start. The run folder is ``base / "run"`` unless given.
     """
-    defaults = [
-        f"target.name={tiny_target}",
-        f"data.train={conversations}",
-        f"data.heldout={heldout}",
-        f"data.cache_dir={tmp_path / 'cache'}",
-        f"output_dir={tmp_path / 'run'}",
-        *TINY_RUN,
-    ]
 
     def run(
+        base: Path,
         ranks: int,
         *overrides: str,
         spawn: bool = True,
@@ -86,6 +85,14 @@ def launch(tiny_target: Path, conversations: Path, heldout: Path, tmp_path: Path
         timeout: float = 120,
         wait: bool = True,
     ) -> subprocess.CompletedProcess | subprocess.Popen:
+        defaults = [
+            f"target.name={tiny_target}",
+            f"data.train={conversations}",
+            f"data.heldout={heldout}",
+            f"data.cache_dir={base / 'cache'}",
+            f"output_dir={base / 'run'}",
+            *TINY_RUN,
+        ]
         keys = {override.split("=")[0] for override in overrides}
         arguments = [d for d in defaults if d.split("=")[0] not in keys] + list(overrides)
         program = ["-m", "dflash_mp.train"] if script is None else [str(script)]

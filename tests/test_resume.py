@@ -176,14 +176,15 @@ SETTINGS = ("steps=8", "checkpoint.interval=1", "checkpoint.keep=99", "evaluate.
 """10 micro-batches an epoch, two a step: the sixth step begins the second epoch."""
 
 
-@pytest.fixture
-def reference(launch: Launch, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def reference(launch_in: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an unbroken run of eight steps with every checkpoint kept."""
-    folder = tmp_path / "reference"
-    decoding = ("evaluate.decode_prompts=2", "evaluate.decode_interval=4")
-    result = launch(2, f"output_dir={folder}", *SETTINGS, *decoding)
+    base = tmp_path_factory.mktemp("reference")
+    result = launch_in(
+        base, 2, *SETTINGS, "evaluate.decode_prompts=2", "evaluate.decode_interval=4"
+    )
     assert result.returncode == 0, result.stderr[-3000:]
-    return folder
+    return base / "run"
 
 
 def killed_after(reference: Path, step: int, folder: Path) -> Path:

@@ -31,11 +31,12 @@ def ran(result: object, folder: Path) -> dict[str, Tensor]:
     return trained(folder)
 
 
-@pytest.fixture
-def reference(launch: Launch, tmp_path: Path) -> dict[str, Tensor]:
-    """One target, one drafter, under torchrun."""
-    folder = tmp_path / "reference"
-    return ran(launch(2, f"output_dir={folder}", spawn=False), folder)
+@pytest.fixture(scope="module")
+def reference(launch_in: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of one target and one drafter under torchrun."""
+    base = tmp_path_factory.mktemp("reference")
+    ran(launch_in(base, 2, spawn=False), base / "run")
+    return base / "run"
 
 
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -45,7 +46,7 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def test_weights_are_bit_equal_for_any_targets_slots_edge_launcher_and_delay(
-    launch: Launch, reference: dict[str, Tensor], tmp_path: Path
+    launch: Launch, reference: Path, tmp_path: Path
 ) -> None:
     slow = Path(__file__).parent / "slow_target.py"
     jobs = {
@@ -58,7 +59,7 @@ def test_weights_are_bit_equal_for_any_targets_slots_edge_launcher_and_delay(
         folder = tmp_path / name.replace(",", "").replace(" ", "-")
         overrides = job.pop("overrides")
         result = launch(job.pop("ranks"), f"output_dir={folder}", *overrides, **job)
-        assert_same_bits(ran(result, folder), reference)
+        assert_same_bits(ran(result, folder), trained(reference))
     peaks = tmp_path / "2+1-torchrun-its-memory-recorded" / "profile"
     recorded = {
         path.name.removesuffix(".memory.json"): json.loads(path.read_text())["phases"]
@@ -96,15 +97,16 @@ def test_kept_frames_change_nothing(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_two_drafters_differ_from_one_by_rounding_only(
-    launch: Launch, reference: dict[str, Tensor], tmp_path: Path
+    launch: Launch, reference: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "two"
     weights = ran(launch(3, "topology.drafters=2", f"output_dir={folder}"), folder)
+    expected = trained(reference)
     for name, tensor in weights.items():
-        torch.testing.assert_close(tensor, reference[name], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(tensor, expected[name], atol=2e-5, rtol=1e-4)
     one, two = (
         [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        for path in (tmp_path / "reference", folder)
+        for path in (reference, folder)
     )
     for key in ("train/loss", "train/grad_norm", "eval/acceptance_length", "eval/loss"):
         values = [[row[key] for row in rows if key in row] for rows in (one, two)]
