@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dflash_mp import losses
 from dflash_mp.losses import (
     KINDS,
     HeadRows,
@@ -48,7 +49,11 @@ def plain(rows: HeadRows, kind: str) -> Tensor:
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [1, 7, 512])
-def test_value_and_gradient_equal_float64(kind: str, softcap: float | None, chunk: int):
+@pytest.mark.parametrize("piece", [1, 3 * VOCAB, losses.PIECE])
+def test_value_and_gradient_equal_float64(
+    kind: str, softcap: float | None, chunk: int, piece: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(losses, "PIECE", piece)
     rows = make_rows(softcap=softcap)
     scale = torch.rand(ROWS, generator=torch.Generator().manual_seed(1))
     loss = head_loss(rows, kind, chunk).loss
@@ -121,13 +126,16 @@ def test_no_rows_and_no_gradient():
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the element count of the largest tensor that any operation returned."""
+    """Remembers the element count of the largest tensor of a dtype that any operation returned."""
 
-    numel = 0
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.dtype, self.numel = dtype, 0
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         result = function(*arguments, **(keywords or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        sizes = [tensor.numel() for tensor in tensors if tensor.dtype == self.dtype]
         self.numel = max([self.numel, *sizes])
         return result
 
@@ -138,6 +146,21 @@ def test_logits_of_all_rows_never_exist(kind: str):
     with Largest() as largest:
         head_loss(rows, kind, rows_per_chunk=4).loss.sum().backward()
     assert largest.numel == rows.weight.numel() < ROWS * VOCAB
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_beside_bf16_products_fp32_logits_are_those_of_a_piece(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(losses, "PIECE", 5 * VOCAB)
+    rows = make_rows()
+    low = rows._replace(weight=rows.weight.bfloat16())
+    with Largest() as wide:
+        head_loss(low, kind).loss.sum().backward()
+    assert wide.numel == 5 * VOCAB
+    with Largest(torch.bfloat16) as narrow:
+        head_loss(low, kind).loss.sum().backward()
+    assert narrow.numel == ROWS * VOCAB
 
 
 def test_what_an_objective_needs():
