@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dflash_mp.config import TopologyConfig, UserError, require
+from dflash_mp.heap import keep_freed_memory
 
 ROLE_TIMEOUT = timedelta(minutes=30)
 STORE_TIMEOUT = timedelta(minutes=60)
@@ -281,7 +282,7 @@ def current_job(store: dist.Store) -> dist.Store | None:
 
 
 def choose_device(threads: int | None) -> torch.device:
-    """The GPU of this local rank, or the CPU; sets the process's thread count."""
+    """The GPU of this local rank, or the CPU; sets the process's threads and, there, its heap."""
     if torch.cuda.is_available():
         local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         require(
@@ -294,6 +295,7 @@ def choose_device(threads: int | None) -> torch.device:
     else:
         device = torch.device("cpu")
         threads = threads or 1
+        keep_freed_memory()
     if threads is not None:
         torch.set_num_threads(threads)
     return device

@@ -26,6 +26,7 @@ from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.model import DFlashDraftModel
 from dflash_mp.drafter.step import batch_loss
 from dflash_mp.features import FeatureBatch
+from dflash_mp.heap import keep_freed_memory
 from dflash_mp.optim import build_optimizer
 from dflash_mp.plan.plan import Sizes, costs_of, machine_for, measure_sizes
 from dflash_mp.plan.settings import PlanRun
@@ -114,6 +115,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("result", type=Path, nargs="?", default=RESULTS / "plan.json")
     path = parser.parse_args(arguments).result
     torch.set_num_threads(1)
+    keep_freed_memory()  # as a rank does
     rows = []
     for shape in SHAPES:
         with tempfile.TemporaryDirectory() as folder:
