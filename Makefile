@@ -3,7 +3,7 @@ PYTHON ?= python3
 # The torch release of the environment; any in pyproject's range works.
 TORCH ?= 2.13.0
 VENV ?= .venv
-# Of the benchmark of the step: short (fp32, 128 anchors), long (512 anchors) or full.
+# Of the benchmark of the step: short (fp32, 128 anchors) or full.
 FORM ?= short
 BIN := $(VENV)/bin
 

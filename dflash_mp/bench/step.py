@@ -5,9 +5,8 @@
 Forward and backward of one micro-batch, each implementation in a process and environment of its
 own, taking turns: same weights, rows and anchors, one thread, CPU seconds. Forms: quick (this
 project only, a tiny drafter, to see that it works), short (fp32 at 128 anchors, a quarter of an
-hour on an idle core), long (fp32 at 512 anchors with full supervision, as long), full (all cases,
-fp32 and bf16, over an hour) and recompute (this project only, fp32 at 128 anchors, without and with
-drafter.activation_checkpointing).
+hour on an idle core), full (all cases, fp32 and bf16, over an hour) and recompute (this project
+only, fp32 at 128 anchors, without and with drafter.activation_checkpointing).
 """
 
 import argparse
@@ -34,9 +33,8 @@ OUR_WORKER = (sys.executable, "dflash_mp.bench.step_ours")
 TINY = Shape(hidden=32, heads=4, shared_heads=2, intermediate=64, vocabulary=300)
 QUICK = (Case(8, "ragged", 192, (48, 6)),)
 SHORT = tuple(case for case in CASES if case.anchors == 128)
-LONG = tuple(case for case in CASES if case.anchors == 512 and case.supervision == "full")
 ROUNDS = 3
-FORMS = ("quick", "short", "long", "full", "recompute")
+FORMS = ("quick", "short", "full", "recompute")
 
 
 def main(arguments: list[str]) -> None:
@@ -56,8 +54,8 @@ def main(arguments: list[str]) -> None:
     elif form == "recompute":
         both = {OURS: OUR_WORKER, f"{OURS}, recomputing": (*OUR_WORKER, "recompute")}
         found = run(Shape(), SHORT, ("float32",), both)
-    elif form in ("short", "long"):
-        found = run(Shape(), SHORT if form == "short" else LONG, ("float32",), everybody())
+    elif form == "short":
+        found = run(Shape(), SHORT, ("float32",), everybody())
     else:
         found = run(Shape(), CASES, ("float32", "bfloat16"), everybody())
     write_result(parsed.result or RESULTS / f"step-{form}.json", {"form": form, **found})

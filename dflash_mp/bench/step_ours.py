@@ -17,13 +17,17 @@ from dflash_mp.drafter.checkpoint_format import load_drafter
 from dflash_mp.drafter.frozen_head import load_frozen_head
 from dflash_mp.drafter.step import blocks_loss
 from dflash_mp.features import FeatureBatch
+from dflash_mp.heap import keep_freed_memory
 
 
 def main(folder: Path, recompute: bool = False) -> None:
-    """Load the drafter and the frozen ends, then serve."""
+    """Load the drafter and the frozen ends, then serve; as a rank of a training does."""
+    keep_freed_memory()
     model = load_drafter(folder / "drafter", torch.float32).train()
     model.recompute = recompute
-    head = load_frozen_head(str(folder / "target"), torch.float32)
+    # In the dtype of the products.
+    exact = load_frozen_head(str(folder / "target"), torch.float32)
+    low = load_frozen_head(str(folder / "target"), torch.bfloat16)
     loss = LossConfig("ce", "data", True, GAMMA, 0.5, 512)
 
     def prepare(case: dict[str, Tensor]) -> Step:
@@ -37,6 +41,7 @@ def main(folder: Path, recompute: bool = False) -> None:
 
         def step() -> Tensor:
             blocks = make_blocks(batch, anchors, valid, BLOCK_SIZE, MASK_TOKEN)
+            head = low if torch.is_autocast_enabled("cpu") else exact
             out = blocks_loss(model, head, batch, blocks, loss)
             return out.loss / out.counts[1]
 

@@ -34,7 +34,7 @@ def tables() -> str:
     """All tables as Markdown."""
     lines: list[str] = []
     stream, data, plan, gpu = load("stream-full"), load("data"), load("plan"), load("gpu")
-    for form in ("short", "long", "full"):
+    for form in ("short", "full"):
         if (step := load(f"step-{form}")) is not None:
             lines += [f"## The drafter step, {form} form", "", *made_with(step), ""]
             lines += bars(step["rows"])
