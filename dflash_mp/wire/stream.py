@@ -88,11 +88,16 @@ class Helper:
     def __init__(self, name: str, work: Callable[[], None], inbox: queue.Queue) -> None:
         self.inbox = inbox
         self.work = work
+        # Torch's current GPU is each thread's own and begins as the first one of the node, where
+        # whatever a thread does without naming a GPU would take memory of another rank.
+        self.gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         try:
+            if self.gpu is not None:
+                torch.cuda.set_device(self.gpu)
             self.work()
         except BaseException as error:
             self.inbox.put(error)
