@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dflash_mp.warn_once import warn_once
 from dflash_mp.wire.plan import Frame, Kind
-from dflash_mp.wire.stream import recorded
+from dflash_mp.wire.stream import to_host
 
 log = logging.getLogger(__name__)
 
@@ -113,18 +113,3 @@ def unusable(frame: Frame, loss: float) -> str:
     if frame.kind is Kind.SKIP:
         return "its target could not make its features"
     return "" if math.isfinite(loss) else f"its loss is {loss}"
-
-
-def to_host(values: Tensor) -> Callable[[], list[float]]:
-    """Begin to copy ``values [n]``; what is returned waits until they are there."""
-    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-    there.copy_(values, non_blocking=True)
-    copied = recorded(values)
-
-    def read() -> list[float]:
-        if copied is not None:
-            copied.synchronize()
-        numbers: list[float] = there.tolist()
-        return numbers
-
-    return read

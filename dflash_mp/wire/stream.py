@@ -129,6 +129,21 @@ def recorded(buffer: Tensor) -> torch.cuda.Event | None:
     return event
 
 
+def to_host(values: Tensor) -> Callable[[], list[float]]:
+    """Begin to copy ``values [n]``; what is returned waits until they are there."""
+    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    there.copy_(values, non_blocking=True)
+    copied = recorded(values)
+
+    def read() -> list[float]:
+        if copied is not None:
+            copied.synchronize()
+        numbers: list[float] = there.tolist()
+        return numbers
+
+    return read
+
+
 def await_key(store: dist.Store, key: str, timeout: timedelta, missing: str) -> None:
     """Wait for ``key``; raises ``StreamError(missing)`` when it does not come in time."""
     try:
@@ -141,19 +156,19 @@ def await_key(store: dist.Store, key: str, timeout: timedelta, missing: str) -> 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A filled slot on its way; ``finite`` (scalar bool) and ``problem`` say if it is to go."""
+    """A filled slot on its way; ``finite`` (one bool) and ``problem`` say if it is to go."""
 
     slot: Tensor
     frame: Frame
     filled: torch.cuda.Event | None
-    finite: Tensor | None
+    finite: Callable[[], list[float]] | None
     problem: str
 
     def unusable(self) -> str:
         """Why the frame must not be trained on; waits until the slot is filled."""
         if self.filled is not None:
             self.filled.synchronize()
-        if self.problem or self.finite is None or bool(self.finite):
+        if self.problem or self.finite is None or self.finite()[0]:
             return self.problem
         return "hidden states of the target that are not finite"
 
@@ -221,7 +236,9 @@ class Sender:
             finite: scalar bool on the slot's device; False makes the frame SKIP.
             problem: why the frame could not be made; makes it SKIP.
         """
-        self._outbox.put(Outgoing(slot, frame, recorded(slot), finite, problem))
+        # Read on the GPU by the sender thread, it would wait for the next forward as well.
+        flag = None if finite is None else to_host(finite.reshape(1))
+        self._outbox.put(Outgoing(slot, frame, recorded(slot), flag, problem))
 
     def finish(self) -> None:
         """Wait until everything submitted has been sent."""
