@@ -234,7 +234,12 @@ def open_frame_cache(cast: Cast, job: Job, weights: str) -> FrameCache | None:
 def copy_tokens(batch: PackedBatch, features: FeatureBatch) -> None:
     """Write everything of ``batch`` into the frame; hidden states follow."""
     for field in fields(batch):
-        getattr(features, field.name).copy_(getattr(batch, field.name))
+        place, values = getattr(features, field.name), getattr(batch, field.name)
+        if place.is_cuda:
+            # From other memory the host would wait for the GPU, which is at the frame before.
+            # Torch gives pinned memory to nobody else until the copy is done.
+            values = values.pin_memory()
+        place.copy_(values, non_blocking=True)
 
 
 def decode_share(
