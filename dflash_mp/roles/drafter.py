@@ -208,8 +208,8 @@ def finish(
     sentinel.wait("the targets to decode")
     decoding.collect(wait=True)
     decoding.end()
-    sentinel.phase("write the results", config.failure.save_s)
     if accelerator.is_main_process:
+        sentinel.phase("write the results", config.failure.save_s)
         simulated = heldout_values(counts) if job.heldout_packs else {}
         results = {
             "simulated": simulated,
@@ -220,6 +220,8 @@ def finish(
         tracker.close()
         write_results(job, results)
     else:
+        # NCCL destroys a group when all ranks do, and the main drafter waits for the decoding.
+        sentinel.wait("the main drafter to write the results")
         tracker.close()
 
 
