@@ -6,6 +6,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dflash_mp import checkpoint
 from dflash_mp.cast import Cast, cpu_has_bfloat16
@@ -95,6 +96,10 @@ def make_learner(accelerator: Accelerator, model: DFlashDraftModel, job: Job) ->
         checkpoint.load(start.checkpoint, model, optimizer)
     schedule = build_schedule(optimizer, job.plan.steps, config.schedule, start.step)
     wrapped, optimizer = accelerator.prepare(model, optimizer)
+    if isinstance(wrapped, DistributedDataParallel):
+        # Its buffers are constants: no broadcast in each step. Accelerate could only pass an
+        # argument of which torch says that it is deprecated.
+        wrapped.forward_sync_buffers = False
     head = frozen_head(config, head_dtype(accelerator), accelerator.device)
     gate, skips = Gate(model.parameters(), accelerator.device), Skips(config.failure.max_skips)
     return Learner(accelerator, model, wrapped, optimizer, schedule, head, gate, skips)
