@@ -17,10 +17,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dflash_mp.config import TopologyConfig, UserError, require
+from dflash_mp.config import TopologyConfig, TrainConfig, UserError, require
 from dflash_mp.heap import keep_freed_memory
 
-ROLE_TIMEOUT = timedelta(minutes=30)
 STORE_TIMEOUT = timedelta(minutes=60)
 CONNECT_TIMEOUT = timedelta(seconds=30)
 TARGET = "target"
@@ -193,12 +192,23 @@ def place_from_environment(topology: TopologyConfig) -> Place:
     return place(int(os.environ["RANK"]), world_size, local_world_size, topology)
 
 
+def role_timeout(config: TrainConfig) -> timedelta:
+    """How long a collective of one role may wait: for all that may keep another rank from it.
+
+    Another drafter may load, restore, wait for a frame, do a step and save. What takes too long of
+    these the sentinel or the wire names; NCCL would abort the innocent rank that waits.
+    """
+    limits = config.failure
+    seconds = 2 * limits.setup_s + config.wire.timeout_s + limits.step_s + limits.save_s
+    return timedelta(seconds=seconds)
+
+
 @contextmanager
 def enter(
     mine: Place,
     launcher: LauncherStore,
     threads: int | None,
-    timeout: timedelta = ROLE_TIMEOUT,
+    timeout: timedelta,
 ) -> Iterator[Cast]:
     """Join the job as ``mine``: connect the store, choose the device, enter the role's world.
 

@@ -5,6 +5,7 @@ The launcher's environment says which role that is.
 
 import json
 import logging
+import os
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,15 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from dflash_mp.cast import TARGET, Cast, agree, enter, launcher_store, place_from_environment
+from dflash_mp.cast import (
+    TARGET,
+    Cast,
+    agree,
+    enter,
+    launcher_store,
+    place_from_environment,
+    role_timeout,
+)
 from dflash_mp.checkpoint import Start
 from dflash_mp.config import TrainConfig, cache_dir, flat, require
 from dflash_mp.data.corpus import check_data, load_prepared, prepare
@@ -42,12 +51,14 @@ log = logging.getLogger(__name__)
 def play(config: TrainConfig, hydra_folder: Path) -> None:
     """Play this rank's part in the run that ``config`` describes."""
     refuse_patched_torch()
+    # Before CUDA starts: a drafter's dozen streams do not fit into the default of 8 queues.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     mine = place_from_environment(config.topology)
     folder, config = check(config, hydra_folder)
     launcher = launcher_store(str(folder.resolve()))
     with (
         guard(mine, launcher.this_attempt(), config.failure) as sentinel,
-        enter(mine, launcher, config.threads) as cast,
+        enter(mine, launcher, config.threads, role_timeout(config)) as cast,
     ):
         share_warnings(cast.client())
         if config.topology.elastic:

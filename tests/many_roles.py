@@ -1,5 +1,7 @@
 """Enter and leave the drafters' role many times, each time with a model that DDP has wrapped."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +27,7 @@ if __name__ == "__main__":
     launcher = launcher_store("many roles")
     for time in range(TIMES):
         store = dist.PrefixStore(str(time), launcher.job)
-        with enter(mine, LauncherStore(store, 0), None):
+        with enter(mine, LauncherStore(store, 0), None, timedelta(minutes=1)):
             if mine.role == DRAFTER:
                 learn()
     launcher.this_attempt().set(f"bye/{mine.rank}", "")

@@ -57,11 +57,12 @@ def test_a_spawned_job_listens_on_loopback_only(tmp_path: Path) -> None:
     """The parent's store, and the process groups of the ranks."""
     script = tmp_path / "open.py"
     script.write_text(
-        "import os, pathlib, time\n"
+        "import datetime, os, pathlib, time\n"
         "from dflash_mp.cast import enter, launcher_store, place_from_environment\n"
         "from dflash_mp.config import TopologyConfig\n"
         "mine = place_from_environment(TopologyConfig(1, 1, False))\n"
-        "with enter(mine, launcher_store('open'), None) as cast:\n"
+        "timeout = datetime.timedelta(minutes=1)\n"
+        "with enter(mine, launcher_store('open'), None, timeout) as cast:\n"
         f"    pathlib.Path({str(tmp_path)!r}, f'up-{{mine.rank}}').write_text(str(os.getpid()))\n"
         "    time.sleep(60)\n"
     )
