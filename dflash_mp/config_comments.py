@@ -30,6 +30,8 @@ def commented(printed: str, folder: Path, name: str, choices: Mapping[str, str |
 def comments(folder: Path, name: str, choices: Mapping[str, str | None]) -> dict[str, list[str]]:
     """The comment lines right above each dotted key of ``<name>.yaml`` and of the chosen options.
 
+    Of what they start from, too: a command with the keys of the training starts from its file.
+
     The options of a group comment the same key differently (what a GPU's rate is taken from). What
     belongs to no group (recipes) is left out.
     """
@@ -40,7 +42,8 @@ def comments(folder: Path, name: str, choices: Mapping[str, str | None]) -> dict
         for path in with_defaults(folder / group / f"{option}.yaml")
     ]
     found: dict[str, list[str]] = {}
-    for group, path in [("", folder / f"{name}.yaml"), *chosen]:
+    roots = [("", path) for path in with_defaults(folder / f"{name}.yaml")]
+    for group, path in [*roots, *chosen]:
         text = path.read_text(encoding="utf-8")
         if "# @package" in text:
             continue
@@ -53,7 +56,7 @@ def comments(folder: Path, name: str, choices: Mapping[str, str | None]) -> dict
 
 
 def with_defaults(path: Path) -> list[Path]:
-    """An option's file and those of its group that it starts from, the ones that win first.
+    """A file and those of its folder that it starts from, the ones that win first.
 
     Empty for an option that is no file here: one of Hydra's own, or of ``--config-dir``.
     """

@@ -74,7 +74,10 @@ FULL = Form(
         "vocab_size": 151936,
         "max_position_embeddings": 40960,
     },
-    overrides=("drafter=qwen3_8b", "gpu=h200", "tokens_per_batch=4096", "document_tokens=1024"),
+    overrides=(
+        *("drafter=qwen3_8b", "gpu=h200", "data.tokens_per_batch=4096"),
+        "document_tokens=1024",
+    ),
     anchors=(256, 512),
     variants=(("flex", False), ("sdpa", False), ("flex", True)),
     repeats=10,
@@ -89,7 +92,10 @@ TINY = Form(
         "head_dim": 16,
         "vocab_size": 500,
     },
-    overrides=("drafter=dflash_2l", "tokens_per_batch=128", "document_tokens=64"),
+    overrides=(
+        *("drafter=dflash_2l", "data.max_length=128", "data.tokens_per_batch=128"),
+        "document_tokens=64",
+    ),
     anchors=(4, 8),
     variants=(("sdpa", False), ("sdpa", True)),
     repeats=2,
@@ -238,7 +244,7 @@ class Drafter:
         loss, weight, _, supervised, tokens, blocks = torch.stack(counts).sum(dim=0).tolist()
         trained = Trained(repeats, tokens, blocks, supervised)
         flops = drafter_flops(
-            self.sizes.drafter, trained, self.run.document_tokens, self.run.loss.reads_target
+            self.sizes.drafter, trained, self.run.document, self.run.loss.reads_target
         )
         rate = flops / repeats / median(seconds)
         dtype = self.sizes.drafter_dtype
@@ -295,7 +301,7 @@ def speed(
     peak = peak_rate(device, dtype, sizes.target.hidden, sizes.drafter.intermediate_size)
     return {
         "seconds": seconds,
-        "tokens_per_s": run.tokens_per_batch / median(seconds),
+        "tokens_per_s": run.data.tokens_per_batch / median(seconds),
         "flop_per_s": rate,
         "mfu": None if peak is None else rate / peak,
     }

@@ -62,7 +62,8 @@ SHAPES = [
         [
             "drafter=dflash_2l",
             "drafter.anchors_per_batch=64",
-            "tokens_per_batch=2048",
+            "data.max_length=2048",
+            "data.tokens_per_batch=2048",
             "document_tokens=256",
         ],
     ),
@@ -80,7 +81,8 @@ SHAPES = [
         [
             "drafter=dflash_2l",
             "drafter.anchors_per_batch=48",
-            "tokens_per_batch=1024",
+            "data.max_length=1024",
+            "data.tokens_per_batch=1024",
             "document_tokens=512",
         ],
     ),
@@ -98,7 +100,8 @@ SHAPES = [
         [
             "drafter=dflash_5l",
             "drafter.anchors_per_batch=64",
-            "tokens_per_batch=1024",
+            "data.max_length=1024",
+            "data.tokens_per_batch=1024",
             "document_tokens=1024",
         ],
     ),
@@ -195,7 +198,7 @@ def real_work(run: PlanRun, sizes: Sizes, config: Qwen3Config) -> dict[str, Call
 
 def random_batch(run: PlanRun, sizes: Sizes) -> FeatureBatch:
     """A full micro-batch of documents of one length, each with a prompt."""
-    tokens, length = run.tokens_per_batch, run.document_tokens
+    tokens, length = run.data.tokens_per_batch, run.document
     width = sizes.taps * sizes.target.hidden
     layout = Layout(tokens, sizes.taps, width, 0, DTYPES[run.wire.dtype]).plain
     batch = layout.view(layout.allocate(torch.device("cpu")), 0)

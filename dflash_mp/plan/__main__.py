@@ -2,10 +2,13 @@
 
     python -m dflash_mp.plan target=qwen3_8b gpus=8 gpu=h200
 
-target=qwen3_8b    a file of conf/target; drafter=, loss= and wire= are the training's keys
+target=qwen3_8b    a file of conf/target; it and all other keys of a training are understood, with
+                   the same defaults, and what says nothing about time or memory changes nothing
 gpus=8 nodes=1     GPUs of a node, and nodes
 gpu=h200           a file of conf/gpu: h200, h100, a100, b200, or cpu (measured on this machine)
+tokens=1e9         tokens of the training data, which is not read
 simulate=true      also predict how the job grows up to nodes=..., as a table and scaling.png
+output=...         folder of the results, outputs/plan by default
 
 Needs no GPU and loads no weights; leaves a table in the terminal and plan.json.
 """

@@ -8,7 +8,6 @@ import torch
 from transformers import Qwen3Config
 
 from dflash_mp.cast import cpu_has_bfloat16, split
-from dflash_mp.config import TopologyConfig
 from dflash_mp.plan.machine import Machine, Sample, make_machine
 from dflash_mp.plan.memory import (
     CPU_RESERVE,
@@ -69,15 +68,15 @@ def measure_sizes(run: PlanRun) -> Sizes:
     drafter, parameters = drafter_shape(config, run.drafter, taps)
     final = run.loss.reads_target
     layout = Layout(
-        tokens=run.tokens_per_batch,
+        tokens=run.data.tokens_per_batch,
         taps=len(taps),
         hidden_width=len(taps) * target.hidden,
         final_width=target.hidden if final else 0,
         dtype=DTYPES[run.wire.dtype],
     )
     batch = Batch(
-        tokens=run.tokens_per_batch,
-        document=run.document_tokens,
+        tokens=run.data.tokens_per_batch,
+        document=run.document,
         anchors=run.drafter.anchors_per_batch,
         supervised=run.supervised,
         fixed=not run.gpu.cpu,
@@ -138,7 +137,7 @@ def machine_for(sizes: Sizes, run: PlanRun) -> Machine:
 def costs_of(sizes: Sizes, run: PlanRun, machine: Machine) -> Costs:
     """Seconds of a micro-batch on each side."""
     return Costs(
-        tokens=run.tokens_per_batch,
+        tokens=run.data.tokens_per_batch,
         target_s=machine.target.seconds(work_of_target(sizes)),
         drafter_s=machine.drafter.seconds(work_of_drafter(sizes, run)),
         per_step_s=machine.drafter.seconds(step_work(sizes.drafter_parameters)),
@@ -169,7 +168,7 @@ def memory_of(sizes: Sizes, run: PlanRun) -> dict[str, Parts]:
         "target": target_memory(
             sizes.target,
             sizes.frame,
-            run.tokens_per_batch,
+            run.data.tokens_per_batch,
             sizes.taps,
             sizes.target_dtype.itemsize,
             reserve,
@@ -228,11 +227,9 @@ def make_plan(run: PlanRun) -> dict[str, Any]:
     costs = costs_of(sizes, run, machine)
     splits = all_splits(costs, run.gpus, run.nodes)
     best = fastest(splits)
-    usual = predict(
-        costs, *split(run.gpus, TopologyConfig(None, None, elastic=False)), nodes=run.nodes
-    )
-    seconds = run.tokens * run.epochs / best.rate
-    steps = math.ceil(run.tokens * run.epochs / best.step_tokens)
+    usual = predict(costs, *split(run.gpus, run.topology), nodes=run.nodes)
+    read = run.steps * best.step_tokens if run.steps else run.tokens * run.epochs
+    seconds, steps = read / best.rate, math.ceil(read / best.step_tokens)
     target, drafter = work_of_target(sizes), work_of_drafter(sizes, run)
     return {
         "target": {

@@ -33,8 +33,8 @@ class Costs:
     latency_s: float
     """Of a message between nodes."""
 
-    per_step: int | None
-    """Micro-batches of a step over all drafters; None is two for each."""
+    per_step: int
+    """Micro-batches of a step over all drafters; a split of more drafters needs one for each."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def predict(
         slowdown: of a step, for it ends when the slowest drafter has ended.
     """
     everyone = drafters * nodes
-    per_step = costs.per_step or 2 * everyone
+    per_step = max(costs.per_step, everyone)
     shares = math.ceil(per_step / everyone)
     exchange = all_reduce_seconds(costs, drafters, nodes)
     exposed = max(0.0, exchange - BACKWARD * costs.drafter_s)

@@ -37,9 +37,12 @@ def memory(plan: dict[str, Any]) -> list[str]:
 def splits(plan: dict[str, Any]) -> list[str]:
     """Every way to share a node's ranks."""
     best, usual = plan["best"], plan["default"]
+    asked = plan["costs"]["per_step"]
     lines = ["targets + drafters   tokens/s   targets busy   drafters busy"]
     for one in plan["splits"]:
         notes = ["best"] * (one == best) + ["default"] * (one == usual)
+        if one["step_tokens"] > asked * plan["costs"]["tokens"]:
+            notes.append(f"needs micro_batches_per_step={one['drafters'] * one['nodes']}")
         lines.append(
             f"{one['targets']:7d} + {one['drafters']:<8d}{one['rate']:11,.0f}"
             f"{one['target_busy']:15.0%}{one['drafter_busy']:16.0%}   {', '.join(notes)}".rstrip()

@@ -1,6 +1,7 @@
 """Many nodes: what the all-reduce, the slowest rank and the store leave of their speed."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 
@@ -40,13 +41,14 @@ def simulate(costs: Costs, split: Prediction, nodes: int, scaling: ScalingConfig
     """Rates of ``split`` on 1 to ``nodes`` nodes; the work of a step grows with the nodes.
 
     A step takes as long as its slowest drafter. Targets do not wait for each other: the ring
-    evens out what one of them is late.
+    evens out what one of them is late. ``costs`` are those of a job of ``nodes`` nodes.
     """
     scales: list[Scale] = []
     limit = scaling.store_frames_per_s * costs.tokens
     for count in node_counts(nodes):
         slowdown = 1 + scaling.step_spread * expected_maximum(count * split.drafters)
-        rate = predict(costs, split.targets, split.drafters, count, slowdown).rate
+        some = replace(costs, per_step=math.ceil(costs.per_step * count / nodes))
+        rate = predict(some, split.targets, split.drafters, count, slowdown).rate
         shared, own = min(rate, limit), min(rate, count * limit)
         alone = scales[0].node_stores if scales else own
         scales.append(Scale(count, shared, own, shared / count / alone, own / count / alone))

@@ -5,14 +5,10 @@ from dataclasses import dataclass
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from dflash_mp.config import (
-    CheckpointConfig,
-    DrafterConfig,
-    LossConfig,
-    TargetConfig,
-    WireConfig,
-    require,
-)
+from dflash_mp.config import TrainConfig, require
+
+TYPICAL_TOKENS = 1024
+"""Of a conversation, where nothing is said and so long ones are allowed."""
 
 
 @dataclass
@@ -53,43 +49,46 @@ class ScalingConfig:
 
 
 @dataclass
-class PlanRun:
-    """The root of ``conf/plan.yaml``."""
+class PlanRun(TrainConfig):
+    """The root of ``conf/plan.yaml``: a training, and where it is to run."""
 
-    target: TargetConfig = MISSING
-    drafter: DrafterConfig = MISSING
-    loss: LossConfig = MISSING
-    wire: WireConfig = MISSING
-    checkpoint: CheckpointConfig = MISSING
     gpu: GpuConfig = MISSING
     scaling: ScalingConfig = MISSING
     gpus: int = MISSING
     nodes: int = MISSING
     simulate: bool = MISSING
     tokens: float = MISSING
-    epochs: int = MISSING
-    tokens_per_batch: int = MISSING
-    document_tokens: int = MISSING
+    document_tokens: int | None = MISSING
     supervised: float = MISSING
-    micro_batches_per_step: int | None = MISSING
-    run_name: str = MISSING
+    output: str = MISSING
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self.gpus >= 2, f"gpus={self.gpus}: a target and a drafter need at least 2")
-        for key in ("nodes", "tokens", "epochs"):
+        for key in ("nodes", "tokens"):
             value = getattr(self, key)
             require(value >= 1, f"{key}={value}: must be at least 1")
+        slots = self.data.tokens_per_batch
         require(
-            2 <= self.document_tokens <= self.tokens_per_batch,
-            f"document_tokens={self.document_tokens}: must be between 2 and "
-            f"tokens_per_batch={self.tokens_per_batch}",
+            2 <= self.document <= slots,
+            f"document_tokens={self.document}: must be between 2 and data.tokens_per_batch={slots}",
         )
         require(0 < self.supervised <= 1, f"supervised={self.supervised}: must be in (0, 1]")
-        per_step = self.micro_batches_per_step
         require(
-            per_step is None or per_step >= self.nodes,
-            f"micro_batches_per_step={per_step}: leaves some of nodes={self.nodes} without work",
+            self.init["from"] is None,
+            f"init.from={self.init['from']}: the plan does not read a published drafter; state its "
+            "shape in drafter.layers, drafter.block_size and so on instead",
         )
+        require(
+            self.isolation == "processes",
+            f"isolation={self.isolation}: the plan is of a process for each rank",
+        )
+
+    @property
+    def document(self) -> int:
+        """Tokens of a typical conversation."""
+        stated = self.document_tokens
+        return min(TYPICAL_TOKENS, self.data.max_length) if stated is None else stated
 
 
 ConfigStore.instance().store(name="plan_schema", node=PlanRun)

@@ -14,18 +14,20 @@ import torch
 from hydra import compose, initialize_config_dir
 from transformers import Qwen3Config
 
-from dflash_mp.config import UserError, config_dir, to_config
+from dflash_mp.config import TrainConfig, UserError, config_dir, to_config
 from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.model import DFlashDraftModel
 from dflash_mp.drafter.step import batch_loss
 from dflash_mp.plan.memory import refuse_if_too_large, saved_activations
 from dflash_mp.plan.plan import learning_of, make_plan, measure_sizes
 from dflash_mp.plan.predict import Costs, Prediction, predict
+from dflash_mp.plan.report import splits
 from dflash_mp.plan.scaling import expected_maximum, node_counts, simulate
 from dflash_mp.plan.settings import PlanRun, ScalingConfig
 from dflash_mp.wire.frame import Layout
 
 HERE = Path(__file__).parent
+CONF = Path(config_dir())
 TARGET_27B = ["target=hub", f"target.name={HERE / 'qwen3_6_27b'}"]
 SEEDS_RATE = 12_000
 """Tokens/s of the programs that this project was started from, on eight GPUs."""
@@ -51,6 +53,40 @@ def test_five_and_three_comes_out_for_a_27b_target_on_eight_gpus() -> None:
 def test_the_split_hardly_depends_on_the_gpu(gpu: str) -> None:
     plan = make_plan(settings(f"gpu={gpu}"))
     assert plan["default"]["rate"] > 0.85 * plan["best"]["rate"]
+
+
+@pytest.mark.parametrize("target", sorted(path.stem for path in CONF.glob("target/*.yaml")))
+def test_what_is_planned_is_what_would_be_trained(target: str) -> None:
+    """The same words make the same models and micro-batches as those of the training."""
+    words = [f"target={target}", "target.name=some", "data.train=my.jsonl", "optim.lr=3e-4"]
+    for more in [], ["optim=muon", "loss=kl", "experiment=two_nodes", "drafter.layers=4"]:
+        with initialize_config_dir(config_dir(), version_base="1.3"):
+            training = to_config(compose("train", [*words, *more]), TrainConfig)
+            plan = to_config(compose("plan", [*words, *more]), PlanRun)
+        for part in vars(training):
+            assert getattr(plan, part) == getattr(training, part), part
+
+
+def test_a_step_is_that_of_the_training_and_a_split_of_more_drafters_says_so() -> None:
+    plan = make_plan(settings("micro_batches_per_step=4", "steps=1000"))
+    steps = {one["drafters"]: one["step_tokens"] // 4096 for one in plan["splits"]}
+    assert [steps[drafters] for drafters in (1, 4, 5, 7)] == [4, 4, 5, 7]
+    rows = {line.split()[2]: line for line in splits(plan) if " + " in line}
+    assert "needs" not in rows["4"]
+    assert rows["5"].endswith("needs micro_batches_per_step=5")
+    assert plan["steps"] == 1000
+
+
+@pytest.mark.parametrize("words", ["init.from=a/b", "isolation=threads"])
+def test_what_cannot_be_planned_is_refused(words: str) -> None:
+    with pytest.raises(UserError, match=words.replace("/", ".")):
+        settings(words)
+
+
+def test_the_split_of_the_run_is_pointed_out() -> None:
+    plan = make_plan(settings("topology.drafters=2"))
+    assert (plan["default"]["targets"], plan["default"]["drafters"]) == (6, 2)
+    assert plan["best"] == make_plan(settings())["best"]
 
 
 def test_nodes_multiply_ranks_and_cost_an_exchange() -> None:
@@ -126,7 +162,8 @@ def test_saved_activations_are_those_that_autograd_keeps(anchors: int, tmp_path:
     run = settings(
         f"target.name={tmp_path}",
         "gpu=cpu",
-        "tokens_per_batch=256",
+        "data.max_length=256",
+        "data.tokens_per_batch=256",
         "document_tokens=256",
         f"drafter.anchors_per_batch={anchors}",
         "supervised=1",
@@ -158,7 +195,7 @@ COSTS = Costs(
     link=4.5e11,
     network=5e10,
     latency_s=1e-5,
-    per_step=None,
+    per_step=6000,
 )
 
 
@@ -181,7 +218,7 @@ def test_a_job_loses_a_little_with_each_node_and_much_when_its_store_is_full() -
 
 
 def test_equal_ranks_without_costs_lose_nothing() -> None:
-    costs = Costs(**{**vars(COSTS), "gradient": 0.0, "latency_s": 0.0})
+    costs = Costs(**{**vars(COSTS), "gradient": 0.0, "latency_s": 0.0, "per_step": 6 * 64})
     scales = simulate(costs, predict(costs, 5, 3, 1), 64, ScalingConfig(0.0, 0.0, 1e9))
     assert [scale.efficiency_node_stores for scale in scales] == pytest.approx([1.0] * len(scales))
 

@@ -58,7 +58,8 @@ TOKENS, DOCUMENT = 512, 128
 
 def settings(folder: Path, *overrides: str) -> PlanRun:
     chosen = ["target=hub", f"target.name={folder}", "gpu=cpu", "drafter=dflash_2l", *overrides]
-    chosen += [f"tokens_per_batch={TOKENS}", f"document_tokens={DOCUMENT}"]
+    chosen += [f"data.max_length={TOKENS}", f"data.tokens_per_batch={TOKENS}"]
+    chosen += [f"document_tokens={DOCUMENT}"]
     with initialize_config_dir(config_dir(), version_base="1.3"):
         return to_config(compose("plan", chosen), PlanRun)
 
