@@ -67,6 +67,11 @@ class Machine:
     drafter: Speed
     memory: float
     link: float
+    """Of frames between two ranks of a node."""
+
+    exchange: float
+    """Of gradients between two drafters of a node."""
+
     host: float
     network: float
 
@@ -100,6 +105,7 @@ def make_machine(gpu: GpuConfig, ranks: int, target: Sample, drafter: Sample) ->
             drafter=make_speed(gpu, drafter),
             memory=machine_memory() / ranks if gpu.memory_gb is None else gpu.memory_gb * 1e9,
             link=gpu.link_gb_s * 1e9,
+            exchange=gpu.exchange_gb_s * 1e9,
             host=gpu.host_gb_s * 1e9,
             network=gpu.network_gb_s * 1e9,
         )

@@ -33,6 +33,9 @@ from dflash_mp.plan.work import (
 from dflash_mp.target.model import target_dtype
 from dflash_mp.wire.frame import DTYPES, Layout
 
+BACKWARD = 2 / 3
+"""Share of a micro-batch's time that is backward, behind which gradients are exchanged."""
+
 MASTER_BYTES = 12
 """A checkpoint's bytes for each parameter: fp32 weights and two moments."""
 
@@ -135,14 +138,20 @@ def machine_for(sizes: Sizes, run: PlanRun) -> Machine:
 
 
 def costs_of(sizes: Sizes, run: PlanRun, machine: Machine) -> Costs:
-    """Seconds of a micro-batch on each side."""
+    """Seconds of a micro-batch on each side.
+
+    Blocks that go through in slices have all gradients ready in the forward (``drafter.slices``):
+    the backward hands them over at once, and nothing is left to exchange them behind.
+    """
+    drafter_s = machine.drafter.seconds(work_of_drafter(sizes, run))
     return Costs(
         tokens=run.data.tokens_per_batch,
         target_s=machine.target.seconds(work_of_target(sizes)),
-        drafter_s=machine.drafter.seconds(work_of_drafter(sizes, run)),
+        drafter_s=drafter_s,
+        hidden_s=0.0 if learning_of(sizes, run).sliced else BACKWARD * drafter_s,
         per_step_s=machine.drafter.seconds(step_work(sizes.drafter_parameters)),
         gradient=4.0 * sizes.drafter_parameters,
-        link=machine.link,
+        exchange=machine.exchange,
         network=machine.network,
         latency_s=run.scaling.network_latency_us * 1e-6,
         per_step=run.micro_batches_per_step,
@@ -185,18 +194,20 @@ def memory_of(sizes: Sizes, run: PlanRun) -> dict[str, Parts]:
     }
 
 
-def wire_load(best: Prediction, sizes: Sizes, machine: Machine) -> dict[str, float]:
+def wire_load(best: Prediction, sizes: Sizes, run: PlanRun, machine: Machine) -> dict[str, float]:
     """Bytes/s on each kind of link, and its share of that link's speed."""
     per_node = best.rate / best.nodes * sizes.frame / sizes.batch.tokens
     sent, received = per_node / best.targets, per_node / best.drafters
     between = 2 * (best.nodes - 1) / best.nodes * 4.0 * sizes.drafter_parameters / best.drafters
     exchanged = between * best.rate / best.step_tokens
     busiest = max(sent, received)
+    # Between CPU ranks this is what gradients take, too.
+    link = machine.exchange if run.wire.edge == "gloo" else machine.link
     return {
         "target_sends": sent,
         "drafter_receives": received,
         "drafter_exchanges_between_nodes": exchanged,
-        "share_of_link": busiest / machine.link,
+        "share_of_link": busiest / link,
         "share_of_host": busiest / machine.host,
         "share_of_network": exchanged / machine.network,
     }
@@ -254,7 +265,7 @@ def make_plan(run: PlanRun) -> dict[str, Any]:
         "splits": [asdict(prediction) for prediction in splits],
         "best": asdict(best),
         "default": asdict(usual),
-        "wire": wire_load(best, sizes, machine),
+        "wire": wire_load(best, sizes, run, machine),
         "steps": steps,
         "hours": seconds / 3600,
         "gpu_hours": seconds / 3600 * run.gpus * run.nodes,

@@ -3,9 +3,6 @@
 import math
 from dataclasses import dataclass
 
-BACKWARD = 2 / 3
-"""Share of a micro-batch's time that is backward, behind which gradients are exchanged."""
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -18,14 +15,17 @@ class Costs:
     drafter_s: float
     """A drafter's forward and backward."""
 
+    hidden_s: float
+    """Of those, what the exchange of gradients runs beside; 0 where they are all ready at once."""
+
     per_step_s: float
     """A drafter's clipping and optimizer."""
 
     gradient: float
     """Bytes of a drafter's gradients."""
 
-    link: float
-    """Bytes/s between two ranks of a node."""
+    exchange: float
+    """Bytes/s of gradients between two drafters of a node."""
 
     network: float
     """Bytes/s of one rank to other nodes."""
@@ -52,6 +52,9 @@ class Prediction:
 
     step_tokens: int
     all_reduce_s: float
+    exposed_s: float
+    """Of it, what a step waits for."""
+
     target_busy: float
     drafter_busy: float
 
@@ -62,7 +65,7 @@ def all_reduce_seconds(costs: Costs, drafters: int, nodes: int) -> float:
     Both move ``2 (n - 1) / n`` of what they exchange (Patarasuk and Yuan 2009); between nodes a
     tree of ``log2(nodes)`` messages goes up and down.
     """
-    inside = 2 * (drafters - 1) / drafters * costs.gradient / costs.link
+    inside = 2 * (drafters - 1) / drafters * costs.gradient / costs.exchange
     between = 2 * (nodes - 1) / nodes * costs.gradient / (drafters * costs.network)
     return inside + between + 2 * math.ceil(math.log2(nodes)) * costs.latency_s
 
@@ -83,7 +86,7 @@ def predict(
     per_step = max(costs.per_step, everyone)
     shares = math.ceil(per_step / everyone)
     exchange = all_reduce_seconds(costs, drafters, nodes)
-    exposed = max(0.0, exchange - BACKWARD * costs.drafter_s)
+    exposed = max(0.0, exchange - costs.hidden_s)
     step = (shares * costs.drafter_s + costs.per_step_s) * slowdown + exposed
     tokens = per_step * costs.tokens
     from_targets = targets * nodes * costs.tokens / costs.target_s
@@ -96,6 +99,7 @@ def predict(
         step_s=step,
         step_tokens=tokens,
         all_reduce_s=exchange,
+        exposed_s=exposed,
         target_busy=rate / from_targets,
         drafter_busy=rate * step / tokens,
     )

@@ -56,7 +56,8 @@ def costs(plan: dict[str, Any]) -> list[str]:
     lines = [
         f"step     {best['step_tokens']:,} tokens in "
         f"{best['step_tokens'] / best['rate']:.2f} s, all-reduce {best['all_reduce_s'] * 1e3:.1f} "
-        "ms of it, hidden behind the backward as far as that lasts",
+        f"ms, of which {best['exposed_s'] * 1e3:.1f} are waited for and the rest is hidden behind "
+        "the backward",
         f"wire     a target sends {wire['target_sends'] / 1e9:.3f} GB/s, a drafter receives "
         f"{wire['drafter_receives'] / 1e9:.3f}: {wire['share_of_link']:.1%} of the link, "
         f"{wire['share_of_host']:.1%} of PCIe if it had to go through the host",

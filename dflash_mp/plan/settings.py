@@ -23,6 +23,7 @@ class GpuConfig:
     memory_gb: float | None = MISSING
     memory_gb_s: float | None = MISSING
     link_gb_s: float = MISSING
+    exchange_gb_s: float = MISSING
     host_gb_s: float = MISSING
     network_gb_s: float = MISSING
     efficiency: float = MISSING

@@ -96,6 +96,22 @@ def test_nodes_multiply_ranks_and_cost_an_exchange() -> None:
     assert one["wire"]["share_of_network"] == 0 < four["wire"]["share_of_network"]
 
 
+def test_an_exchange_is_hidden_behind_a_backward_that_flex_has_and_sdpa_has_not() -> None:
+    flex, sdpa = (
+        make_plan(settings(f"drafter.attention={kind}", "gpu.exchange_gb_s=10"))["best"]
+        for kind in ("flex", "sdpa")
+    )
+    assert 0.5 < flex["all_reduce_s"] / sdpa["all_reduce_s"] < 2
+    assert 0 < sdpa["exposed_s"] == sdpa["all_reduce_s"]
+    assert flex["exposed_s"] < flex["all_reduce_s"]
+    # What is not hidden is a part of the step.
+    hidden, exposed = (
+        predict(Costs(**{**vars(COSTS), "hidden_s": seconds}), 5, 3, 1) for seconds in (0.19, 0.0)
+    )
+    assert exposed.step_s - hidden.step_s == pytest.approx(exposed.exposed_s - hidden.exposed_s)
+    assert hidden.exposed_s == max(0.0, hidden.all_reduce_s - 0.19)
+
+
 def test_hours_and_disk_follow_the_data_and_the_policy() -> None:
     once = make_plan(settings("tokens=1e8", "epochs=1"))
     twice = make_plan(settings("tokens=1e8", "epochs=2", "checkpoint.keep=5"))
@@ -190,9 +206,10 @@ COSTS = Costs(
     tokens=4096,
     target_s=0.4,
     drafter_s=0.28,
+    hidden_s=0.19,
     per_step_s=0.01,
     gradient=7e9,
-    link=4.5e11,
+    exchange=4.5e11,
     network=5e10,
     latency_s=1e-5,
     per_step=6000,
