@@ -4,7 +4,7 @@ Legend as in ``work``.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import Qwen3Config
 
@@ -21,14 +21,26 @@ GPU_RESERVE = 2.0e9
 CPU_RESERVE = 0.6e9
 """Interpreter and libraries."""
 
+PIECE = 2**21
+"""Logits of which a CPU makes the objective at a time: that of ``losses``."""
+
+OBJECTIVE_BYTES = 26
+"""For each of those logits: distributions of both models and what is made of them, in fp32."""
+
+STORED_BYTES = 2
+"""Of a parameter in a file of a drafter (bfloat16)."""
+
 ADVICE = {
     "weights": "take a GPU with more memory, a smaller target, or target.dtype=bfloat16",
-    "ring": "lower wire.slots or tokens_per_batch, or use wire.dtype=bfloat16 or fp8",
-    "activations": "lower tokens_per_batch or drafter.anchors_per_batch; a drafter with flex: also "
-    "drafter.activation_checkpointing=true",
+    "ring": "lower wire.slots or data.tokens_per_batch, or use wire.dtype=bfloat16 or fp8",
+    "activations": "lower data.tokens_per_batch or drafter.anchors_per_batch; a drafter with flex: "
+    "also drafter.activation_checkpointing=true",
     "optimizer": "lower drafter.layers, or take a GPU with more memory",
     "head": "take a GPU with more memory, or drafter.precision=bfloat16",
     "logits": "lower loss.rows_per_chunk",
+    "held-out": "lower evaluate.max_rows",
+    "decoding": "lower evaluate.max_new_tokens, or say evaluate.decode_prompts=0",
+    "export": "lower drafter.layers, or take a GPU with more memory",
     "reserve": "take a GPU with more memory",
 }
 """What to change, by the largest part."""
@@ -38,9 +50,17 @@ Parts = dict[str, float]
 
 
 def target_memory(
-    shape: TargetShape, frame: int, tokens: int, taps: int, itemsize: int, reserve: float
+    shape: TargetShape,
+    frame: int,
+    tokens: int,
+    taps: int,
+    itemsize: int,
+    decoding: float,
+    reserve: float,
 ) -> Parts:
-    """A target rank: the whole model, two frames, and one forward.
+    """A target rank: the whole model, two frames, and one forward or what decoding needs.
+
+    Between two frames held-out prompts are decoded: the larger of both counts.
 
     Args:
         shape: of the target.
@@ -48,18 +68,43 @@ def target_memory(
         tokens: of a micro-batch.
         taps: tapped layers, whose outputs live until the forward ends.
         itemsize: of weights and activations.
+        decoding: bytes, of ``decoding_memory``.
         reserve: bytes that nothing can use.
     """
     widest = max(layer.outputs for layer in shape.layers)
     # A norm holds its input in fp32, squared and scaled, beside it.
     forward = tokens * (itemsize * (widest + taps * shape.hidden) + 16 * shape.hidden)
     mask = tokens * tokens * itemsize
+    busy = {"activations": float(forward + mask)}
     return {
         "weights": float(shape.parameters * itemsize),
         "ring": float(SENDER_SLOTS * frame),
-        "activations": float(forward + mask),
+        **(busy if busy["activations"] >= decoding else {"decoding": decoding}),
         "reserve": reserve,
     }
+
+
+def decoding_memory(
+    shape: TargetShape, parameters: int, prompt: int, new: int, itemsize: int, cpu: bool
+) -> float:
+    """Bytes that a target needs to decode one prompt with a drafter, beside its own weights.
+
+    The drafter in the target's type, keys and values of all tokens, and the logits of the new
+    ones, with an fp32 copy: the text is checked by one forward. A drafter is loaded in fp32, on the
+    host, beside what was read.
+
+    Args:
+        shape: of the target.
+        parameters: of the drafter.
+        prompt: tokens.
+        new: tokens, at most.
+        itemsize: of the target's weights.
+        cpu: whether the host's memory is that of the rank.
+    """
+    cache = (prompt + new) * len(shape.layers) * 2 * shape.key_value_width * itemsize
+    logits = new * shape.vocabulary * (itemsize + (4 if itemsize < 4 else 0))
+    loading = parameters * (4 + STORED_BYTES) if cpu else 0
+    return float(max(loading, parameters * itemsize + cache + logits))
 
 
 @dataclass(frozen=True)
@@ -81,6 +126,21 @@ class Learning:
     recomputed: bool
     """Whether the backward makes the activations of a layer again."""
 
+    chunk: int
+    """Rows of logits at a time."""
+
+    reads_target: bool
+    """Whether the objective needs the target's logits."""
+
+    soft: bool
+    """Whether it compares distributions."""
+
+    cpu: bool
+    """Whether the drafter is a CPU process."""
+
+    moments: int
+    """Bytes of a parameter's state in the optimizer."""
+
     def at_a_time(self, block_size: int) -> Rows:
         """Rows whose activations exist together."""
         slots = BLOCKS_PER_SLICE * block_size
@@ -94,41 +154,79 @@ def drafter_memory(
     config: Qwen3Config,
     parameters: int,
     learning: Learning,
-    ring: int,
-    chunk: int,
+    frames: Parts,
     tied: bool,
+    exported: int,
     reserve: float,
 ) -> Parts:
-    """A drafter rank in the middle of a backward.
+    """A drafter rank in the middle of a backward, or behind the last one if that takes more.
+
+    Then gradients and their activations are gone. The head is loaded once more, in the target's
+    type, the export is written and read, and the held-out text goes through all blocks at once.
+    Walks over it during the training take less.
 
     Args:
         config: of the drafter.
         parameters: their number.
         learning: how it makes its gradient.
-        ring: bytes of all frames that it holds.
-        chunk: rows of logits at a time.
+        frames: what it holds of frames all the time.
         tied: whether head and embedding of the target are one.
+        exported: bytes of a parameter, and of a weight of the head, in the target's type.
         reserve: bytes that nothing can use.
     """
     vocabulary, hidden, itemsize = config.vocab_size, config.hidden_size, learning.itemsize
-    # fp32 weights, gradients, their copy in the all-reduce, two moments; a cast of the weights.
-    held = 4 * 5 + (itemsize if itemsize < 4 else 0)
+    # fp32 weights, moments, and the memory in which gradients are exchanged.
+    held = 4 * 2 + learning.moments
+    # Gradients, and a cast of the weights.
+    learns = 4 + (itemsize if itemsize < 4 else 0)
     if learning.sliced:
         # The gradients of the micro-batch and of a slice, before they are added up.
-        held += 2 * 4
-    last = learning.at_a_time(config.block_size).last
-    return {
-        "optimizer": float(parameters * held),
-        "head": float(vocabulary * hidden * itemsize * (1 if tied else 2)),
-        "ring": float(ring),
+        learns += 2 * 4
+    head = float(vocabulary * hidden * (1 if tied else 2))
+    rows = learning.at_a_time(config.block_size)
+    step = {
+        "optimizer": float(parameters * (held + learns)),
+        "head": head * itemsize,
+        **frames,
         "activations": saved_activations(config, learning),
-        "logits": float(min(chunk, last) * vocabulary * (8 + itemsize)),
+        "logits": logits_memory(vocabulary, rows.last, learning),
         "reserve": reserve,
     }
+    # On the host: the trained weights, those that were written, and those as they were read.
+    written = parameters * (4 + 4 + STORED_BYTES) if learning.cpu else 0
+    walk = walk_activations(config, learning) + logits_memory(
+        vocabulary, learning.rows.last, replace(learning, reads_target=False, soft=False)
+    )
+    end = {
+        "optimizer": float(parameters * held),
+        "head": head * (itemsize + exported),
+        **frames,
+        "export": float(max(written, parameters * exported + walk)),
+        "reserve": reserve,
+    }
+    return max(step, end, key=lambda parts: sum(parts.values()))
 
 
-def saved_activations(config: Qwen3Config, learning: Learning) -> float:
-    """Bytes that the forward keeps for the backward.
+def logits_memory(vocabulary: int, rows: int, learning: Learning) -> float:
+    """Bytes of a chunk of logits, the target's as well where they are read, and of its objective.
+
+    The objective is made in fp32, on a CPU of ``PIECE`` logits at a time (of one row at least).
+    """
+    count = min(learning.chunk, rows) * vocabulary
+    piece = min(count, max(PIECE, vocabulary)) if learning.cpu else count
+    buffers = 2 if learning.reads_target else 1
+    objective = OBJECTIVE_BYTES if learning.soft else 4 * buffers
+    return float(count * learning.itemsize * buffers + piece * objective)
+
+
+def walk_activations(config: Qwen3Config, learning: Learning) -> float:
+    """Bytes of one layer for all blocks at once, which is what a walk without gradients holds."""
+    whole = replace(learning, sliced=False, recomputed=False)
+    return saved_activations(config, whole, layers=1)
+
+
+def saved_activations(config: Qwen3Config, learning: Learning, layers: int | None = None) -> float:
+    """Bytes that the forward keeps for the backward, of ``layers`` layers (all of them).
 
     A block row of a layer: inputs and outputs of its products, and around norms and rotations
     fp32 copies. A context row: the projected features, and a layer's keys and values. A group of
@@ -143,7 +241,7 @@ def saved_activations(config: Qwen3Config, learning: Learning) -> float:
     back = itemsize * (query + hidden + 4 * inner) + 4 * 3 * hidden
     context = itemsize * (taps + 1) * hidden + 4 * 2 * hidden
     keys = itemsize * 4 * shared + 4 * 3 * shared
-    layers = config.num_hidden_layers
+    layers = layers or config.num_hidden_layers
     if learning.sliced:
         group = BLOCKS_PER_GROUP * config.block_size
         repeats = config.num_attention_heads // config.num_key_value_heads

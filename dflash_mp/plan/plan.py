@@ -14,6 +14,7 @@ from dflash_mp.plan.memory import (
     GPU_RESERVE,
     Learning,
     Parts,
+    decoding_memory,
     drafter_memory,
     refuse_if_too_large,
     target_memory,
@@ -31,7 +32,7 @@ from dflash_mp.plan.work import (
     target_work,
 )
 from dflash_mp.target.model import target_dtype
-from dflash_mp.wire.frame import DTYPES, Layout
+from dflash_mp.wire.frame import DTYPES, Layout, size
 
 BACKWARD = 2 / 3
 """Share of a micro-batch's time that is backward, behind which gradients are exchanged."""
@@ -49,12 +50,18 @@ class Sizes:
     target: TargetShape
     drafter: Qwen3Config
     drafter_parameters: int
+    matrices: list[tuple[int, int]]
+    """Shapes of the drafter's."""
+
     depth: int
     """Target layers that run."""
 
     taps: int
     frame: int
     """Bytes of a micro-batch on the wire."""
+
+    kept: int
+    """Bytes of a held-out micro-batch that a drafter keeps."""
 
     beside_ring: int
     """Bytes of a drafter's other frames, which are not in flight."""
@@ -68,7 +75,7 @@ def measure_sizes(run: PlanRun) -> Sizes:
     """Read both configurations; raises ``UserError`` where they do not fit together."""
     target, config = read_target(run.target)
     taps = layer_ids(run.target, run.drafter, len(target.layers))
-    drafter, parameters = drafter_shape(config, run.drafter, taps)
+    drafter, shapes = drafter_shape(config, run.drafter, taps)
     final = run.loss.reads_target
     layout = Layout(
         tokens=run.data.tokens_per_batch,
@@ -87,10 +94,12 @@ def measure_sizes(run: PlanRun) -> Sizes:
     return Sizes(
         target=target,
         drafter=drafter,
-        drafter_parameters=parameters,
+        drafter_parameters=sum(shape.numel() for shape in shapes),
+        matrices=[(shape[0], shape[1]) for shape in shapes if len(shape) == 2],
         depth=len(target.layers) if final else taps[-1] + 1,
         taps=len(taps),
         frame=layout.nbytes,
+        kept=sum(size(dtype, shape) for _, dtype, shape in layout.plain.sections),
         # Padding, and where a quantised frame's values go.
         beside_ring=layout.plain.nbytes * (2 if layout.quantised else 1),
         batch=batch,
@@ -144,12 +153,15 @@ def costs_of(sizes: Sizes, run: PlanRun, machine: Machine) -> Costs:
     the backward hands them over at once, and nothing is left to exchange them behind.
     """
     drafter_s = machine.drafter.seconds(work_of_drafter(sizes, run))
+    muon = run.optim.kind == "muon"
     return Costs(
         tokens=run.data.tokens_per_batch,
         target_s=machine.target.seconds(work_of_target(sizes)),
         drafter_s=drafter_s,
         hidden_s=0.0 if learning_of(sizes, run).sliced else BACKWARD * drafter_s,
-        per_step_s=machine.drafter.seconds(step_work(sizes.drafter_parameters)),
+        per_step_s=machine.drafter.seconds(
+            step_work(sizes.drafter_parameters, sizes.matrices if muon else ())
+        ),
         gradient=4.0 * sizes.drafter_parameters,
         exchange=machine.exchange,
         network=machine.network,
@@ -167,6 +179,35 @@ def learning_of(sizes: Sizes, run: PlanRun) -> Learning:
         itemsize=sizes.drafter_dtype.itemsize,
         sliced=attention != "flex" and (run.gpu.cpu or attention != "auto"),
         recomputed=run.drafter.activation_checkpointing,
+        chunk=run.loss.rows_per_chunk,
+        reads_target=run.loss.reads_target,
+        soft=run.loss.kind not in ("ce", "dpace"),
+        cpu=run.gpu.cpu,
+        # Muon has one momentum; the two of its vectors do not count.
+        moments=8 if run.optim.kind == "adamw" else 4,
+    )
+
+
+def kept_frames(run: PlanRun) -> int:
+    """Held-out micro-batches that each drafter keeps, if conversations are as long as stated."""
+    if run.data.heldout is None:
+        return 0
+    drafters = split(run.gpus, run.topology)[1] * run.nodes
+    packs = math.ceil(run.evaluate.max_rows / (run.data.tokens_per_batch // run.document))
+    return math.ceil(packs / drafters)
+
+
+def decoding_of(sizes: Sizes, run: PlanRun) -> float:
+    """Bytes that a target needs to decode a held-out prompt; 0 if none is decoded."""
+    if run.data.heldout is None or run.evaluate.decode_prompts == 0:
+        return 0.0
+    return decoding_memory(
+        sizes.target,
+        sizes.drafter_parameters,
+        run.data.max_length,
+        run.evaluate.max_new_tokens,
+        sizes.target_dtype.itemsize,
+        run.gpu.cpu,
     )
 
 
@@ -180,15 +221,19 @@ def memory_of(sizes: Sizes, run: PlanRun) -> dict[str, Parts]:
             run.data.tokens_per_batch,
             sizes.taps,
             sizes.target_dtype.itemsize,
+            decoding_of(sizes, run),
             reserve,
         ),
         "drafter": drafter_memory(
             sizes.drafter,
             sizes.drafter_parameters,
             learning_of(sizes, run),
-            run.wire.slots * sizes.frame + sizes.beside_ring,
-            run.loss.rows_per_chunk,
+            {
+                "ring": float(run.wire.slots * sizes.frame + sizes.beside_ring),
+                "held-out": float(kept_frames(run) * sizes.kept),
+            },
             sizes.target.tied,
+            sizes.target_dtype.itemsize,
             reserve,
         ),
     }

@@ -47,6 +47,9 @@ class TargetShape:
     attention_width: int
     """Query heads times their size."""
 
+    key_value_width: int
+    """Heads of keys and values times their size, which is what a layer caches twice."""
+
     state: tuple[int, int, int]
     """Heads, key size and value size of linear attention; zeros without."""
 
@@ -85,6 +88,7 @@ def target_shape(model: nn.Module, config: Any) -> TargetShape:
     layers = decoder_layers(model)
     linear = "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
     state_heads, key_size, value_size = (getattr(text, key, 0) or 0 for key in linear)
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
     return TargetShape(
         layers=tuple(
             layer_shape(layer, kind, share) for layer, kind in zip(layers, kinds, strict=True)
@@ -92,7 +96,8 @@ def target_shape(model: nn.Module, config: Any) -> TargetShape:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
-        attention_width=heads * (getattr(text, "head_dim", None) or text.hidden_size // heads),
+        attention_width=heads * size,
+        key_value_width=(getattr(text, "num_key_value_heads", None) or heads) * size,
         state=(state_heads, key_size, value_size),
         tied=bool(config.tie_word_embeddings or text.tie_word_embeddings),
         packs=set(kinds) <= set(ATTENTION),
@@ -130,10 +135,12 @@ def layer_ids(target: TargetConfig, drafter: DrafterConfig, layers: int) -> list
     return target.layer_ids or default_layer_ids(layers, drafter.tapped_layers)
 
 
-def drafter_shape(config: Any, drafter: DrafterConfig, taps: list[int]) -> tuple[Qwen3Config, int]:
-    """The draft model's configuration for a target's, and its number of parameters."""
+def drafter_shape(
+    config: Any, drafter: DrafterConfig, taps: list[int]
+) -> tuple[Qwen3Config, list[torch.Size]]:
+    """The draft model's configuration for a target's, and the shapes of its parameters."""
     # Which token stands for the mask changes no size.
     mine = make_drafter_config(config, drafter, taps, mask_token_id=drafter.mask_token_id or 0)
     with torch.device("meta"):
         model = DFlashDraftModel(mine)
-    return mine, sum(parameter.numel() for parameter in model.parameters())
+    return mine, [parameter.shape for parameter in model.parameters()]

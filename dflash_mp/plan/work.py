@@ -8,6 +8,7 @@ Legend: S tokens of a micro-batch, L tokens of a document, A blocks, B block siz
 rows, H hidden size, V vocabulary, n tapped layers, N query heads, G key heads, D head size.
 """
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from transformers import Qwen3Config
@@ -40,6 +41,9 @@ MICRO_BATCH_BYTES = 24
 STEP_BYTES = 48
 """For each parameter and step: scale and clip the gradient, AdamW with two moments."""
 
+
+NEWTON_SCHULZ = 5
+"""Iterations of Muon (torch's default)."""
 
 PASSES_LEARNING = 3
 """A product's own and those of its two gradients; elementwise work is about as much."""
@@ -204,6 +208,16 @@ def drafter_work(
     return Work(flops, attention, nbytes, float(logits * LOGIT_IN_PLACE_BYTES))
 
 
-def step_work(parameters: int) -> Work:
-    """What a drafter does once in a step."""
-    return Work(in_place=float(parameters * STEP_BYTES))
+def step_work(parameters: int, orthogonalised: Sequence[tuple[int, int]] = ()) -> Work:
+    """What a drafter does once in a step.
+
+    Args:
+        parameters: of the drafter.
+        orthogonalised: shapes of the matrices that Muon moves: five Newton-Schulz iterations of
+            three products each (Jordan 2024), of which all drafters make all.
+    """
+    flops = 0.0
+    for shape in orthogonalised:
+        short, long = sorted(shape)
+        flops += NEWTON_SCHULZ * (4.0 * short * short * long + 2.0 * short**3)
+    return Work(flops, in_place=float(parameters * STEP_BYTES))

@@ -16,13 +16,15 @@ from transformers import (
 )
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
-from dflash_mp.config import config_dir, to_config
+from dflash_mp.config import OptimConfig, config_dir, to_config
 from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.model import DFlashDraftModel
 from dflash_mp.drafter.step import batch_loss
 from dflash_mp.features import FeatureBatch
+from dflash_mp.optim import build_optimizer
 from dflash_mp.plan.plan import Sizes, measure_sizes, work_of_drafter, work_of_target
 from dflash_mp.plan.settings import PlanRun
+from dflash_mp.plan.work import step_work
 from dflash_mp.roles.flops import Trained, drafter_flops
 from dflash_mp.target.model import FeatureExtractor
 from dflash_mp.wire.frame import DTYPES, Layout
@@ -160,3 +162,16 @@ def test_on_a_gpu_slots_without_a_label_cost_as_much(tmp_path: Path) -> None:
     )
     assert half[0] < half[1]
     assert whole[0] == whole[1] == half[1]
+
+
+def test_a_step_of_muon(tmp_path: Path) -> None:
+    TARGETS["dense"]().save_pretrained(tmp_path)
+    sizes = measure_sizes(settings(tmp_path))
+    model = DFlashDraftModel(sizes.drafter)
+    model.init_weights(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = build_optimizer(model, OptimConfig("muon", 1e-4, 0.0, 0.9, 0.95, 0.95, 1.0))
+    planned = step_work(sizes.drafter_parameters, sizes.matrices)
+    assert planned.flops == counted(optimizer.step)
+    assert step_work(sizes.drafter_parameters).flops == 0
