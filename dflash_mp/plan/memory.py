@@ -24,8 +24,8 @@ CPU_RESERVE = 0.6e9
 PIECE = 2**21
 """Logits of which a CPU makes the objective at a time: that of ``losses``."""
 
-OBJECTIVE_BYTES = 26
-"""For each of those logits: distributions of both models and what is made of them, in fp32."""
+OBJECTIVE_BYTES = {"ce": 4, "dpace": 4, "kl": 8, "ce+kl": 8, "tv": 20}
+"""For each of those logits, what each ``loss.kind`` holds in fp32 beside them, in fp32 too."""
 
 STORED_BYTES = 2
 """Of a parameter in a file of a drafter (bfloat16)."""
@@ -132,8 +132,8 @@ class Learning:
     reads_target: bool
     """Whether the objective needs the target's logits."""
 
-    soft: bool
-    """Whether it compares distributions."""
+    objective: str
+    """``loss.kind``."""
 
     cpu: bool
     """Whether the drafter is a CPU process."""
@@ -195,7 +195,7 @@ def drafter_memory(
     # On the host: the trained weights, those that were written, and those as they were read.
     written = parameters * (4 + 4 + STORED_BYTES) if learning.cpu else 0
     walk = walk_activations(config, learning) + logits_memory(
-        vocabulary, learning.rows.last, replace(learning, reads_target=False, soft=False)
+        vocabulary, learning.rows.last, replace(learning, reads_target=False, objective="ce")
     )
     end = {
         "optimizer": float(parameters * held),
@@ -210,13 +210,16 @@ def drafter_memory(
 def logits_memory(vocabulary: int, rows: int, learning: Learning) -> float:
     """Bytes of a chunk of logits, the target's as well where they are read, and of its objective.
 
-    The objective is made in fp32, on a CPU of ``PIECE`` logits at a time (of one row at least).
+    The objective is made in fp32, on a CPU of ``PIECE`` logits at a time (of one row at least),
+    while the last piece's gradient is still there.
     """
     count = min(learning.chunk, rows) * vocabulary
     piece = min(count, max(PIECE, vocabulary)) if learning.cpu else count
     buffers = 2 if learning.reads_target else 1
-    objective = OBJECTIVE_BYTES if learning.soft else 4 * buffers
-    return float(count * learning.itemsize * buffers + piece * objective)
+    each = OBJECTIVE_BYTES[learning.objective]
+    each += 4 * buffers if learning.itemsize < 4 else 0
+    each += 4 if piece < count else 0
+    return float(count * learning.itemsize * buffers + piece * each)
 
 
 def walk_activations(config: Qwen3Config, learning: Learning) -> float:

@@ -181,7 +181,7 @@ def learning_of(sizes: Sizes, run: PlanRun) -> Learning:
         recomputed=run.drafter.activation_checkpointing,
         chunk=run.loss.rows_per_chunk,
         reads_target=run.loss.reads_target,
-        soft=run.loss.kind not in ("ce", "dpace"),
+        objective=run.loss.kind,
         cpu=run.gpu.cpu,
         # Muon has one momentum; the two of its vectors do not count.
         moments=8 if run.optim.kind == "adamw" else 4,
