@@ -1,6 +1,5 @@
 """The target's loop: claim a frame, run the frozen model into a slot, hand it to the sender."""
 
-import hashlib
 import json
 import logging
 import os
@@ -13,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_mp.acceptance import evaluate_prompts
@@ -32,6 +32,7 @@ from dflash_mp.sentinel import Sentinel
 from dflash_mp.speculate import DecodeSettings
 from dflash_mp.target.frame_cache import MEMORY, FrameCache, fingerprint
 from dflash_mp.target.model import FeatureExtractor, load_target, load_tokenizer
+from dflash_mp.target.weights_fingerprint import weights_fingerprint
 from dflash_mp.warn_once import warn_once
 from dflash_mp.wire.plan import Frame, Kind
 from dflash_mp.wire.stream import Sender
@@ -42,8 +43,6 @@ log = logging.getLogger(__name__)
 TARGET_FINGERPRINT = "target"
 LAST_REQUEST = timedelta(days=7)
 MEMORY_ADVICE = "half of them are tried, which is slower: lower data.tokens_per_batch"
-SAMPLED = 64
-"""Values of each parameter in a fingerprint."""
 
 
 def run_target(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
@@ -52,8 +51,9 @@ def run_target(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
     timeout = timedelta(seconds=config.wire.timeout_s)
     sentinel.phase("load the target", limits.setup_s)
     model = load_target(config.target, cast.device)
+    weights = weights_fingerprint(model)
     if cast.place.role_rank == 0:
-        cast.store.set(TARGET_FINGERPRINT, weights_fingerprint(model))
+        cast.store.set(TARGET_FINGERPRINT, weights)
     extractor = FeatureExtractor(
         model,
         job.layer_ids,
@@ -67,7 +67,7 @@ def run_target(cast: Cast, job: Job, sentinel: Sentinel, means: Means) -> None:
         "packed in one row" if extractor.packs else "in padded rows of their own",
     )
     sentinel.wait("the edges")
-    cache = open_frame_cache(cast, job, weights_fingerprint(model))
+    cache = open_frame_cache(cast, job, weights)
     edges = means.open_edges(cast, job)
     make_sender = ElasticSender if config.topology.elastic else Sender
     sender = make_sender(cast, job.plan, job.layout, config.wire.slots, edges, timeout)
@@ -119,17 +119,6 @@ def target_peak(model: PreTrainedModel, job: Job, device: torch.device) -> float
     hidden = model.config.get_text_config().hidden_size
     # The drafter's MLP: a target of experts may state none.
     return peak_rate(device, model.dtype, hidden, job.drafter_config.intermediate_size)
-
-
-def weights_fingerprint(model: nn.Module) -> str:
-    """A digest of names, shapes, types and a sample of the values of a model's parameters."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        values = parameter.detach().reshape(-1)
-        sample = values[:: max(1, values.numel() // SAMPLED)][:SAMPLED].cpu().contiguous()
-        digest.update(sample.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:20]
 
 
 def fill(
@@ -211,6 +200,7 @@ def open_frame_cache(cast: Cast, job: Job, weights: str) -> FrameCache | None:
         "attention": config.target.attention,
         "compile": config.target.compile,
         "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "layers": job.layer_ids,
         "data": job.prepared.folder.name,
         "layout": str(job.layout),
