@@ -68,7 +68,7 @@ class FrameCache:
             entry = os.pread(self._file, ENTRY, number * ENTRY)
             if entry[:4] == MARK:
                 buffer = slot if slot.device.type == "cpu" else torch.empty_like(slot, device="cpu")
-                os.preadv(self._file, [buffer.numpy().data], self._place(number))
+                self._read(buffer, self._place(number))
                 if checksum(buffer) == entry[4:]:
                     slot.copy_(buffer)
                     self.hits += 1
@@ -82,8 +82,8 @@ class FrameCache:
             return
         buffer = slot.cpu()
         try:
-            os.pwrite(self._file, buffer.numpy().data, self._place(number))
-            os.pwrite(self._file, MARK + checksum(buffer), number * ENTRY)
+            self._write(buffer.numpy().data, self._place(number))
+            self._write(memoryview(MARK + checksum(buffer)), number * ENTRY)
         except OSError as error:
             # A frame that is not kept is only captured again.
             warn_once(log, f"features.cache: {error.strerror} at frame {number}", FULL_ADVICE)
@@ -92,6 +92,18 @@ class FrameCache:
     def close(self) -> None:
         """Let go of the file."""
         os.close(self._file)
+
+    def _read(self, buffer: Tensor, place: int) -> None:
+        """Fill ``buffer``, of which a call reads less than 2 GiB, as far as the file goes."""
+        rest = buffer.numpy().data
+        while rest and (count := os.preadv(self._file, [rest], place)):
+            rest, place = rest[count:], place + count
+
+    def _write(self, rest: memoryview, place: int) -> None:
+        """Write all of ``rest``: where space ends, a call writes what fits, and the next fails."""
+        while rest:
+            count = os.pwrite(self._file, rest, place)
+            rest, place = rest[count:], place + count
 
     def _place(self, number: int) -> int:
         return self._first + number * self.nbytes

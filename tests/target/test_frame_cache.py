@@ -54,17 +54,22 @@ def test_a_damaged_frame_is_a_miss(tmp_path: Path) -> None:
     assert not cache.load(1, torch.zeros(512, dtype=torch.uint8))
 
 
-def test_when_space_ends_frames_are_captured_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", [0, 100], ids=["before a frame", "within a frame"])
+def test_when_space_ends_frames_are_captured_again(
+    room: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     cache = FrameCache(tmp_path / "frames", 4, 512)
     cache.store(0, frame(0))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * ENTRY + 512, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * ENTRY + 512 + room, before[1]))
     try:
         cache.store(1, frame(1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
+    assert "features.cache: File too large at frame 1" in caplog.text
     assert not cache.load(1, torch.zeros(512, dtype=torch.uint8))
     cache.store(2, frame(2))
     assert not cache.load(2, torch.zeros(512, dtype=torch.uint8)), "nothing is tried again"
