@@ -32,6 +32,7 @@ class Receiver:
     ) -> None:
         self.place, self.plan, self.layout = cast.place, plan, layout
         self.edges, self.timeout, self.debts = edges, timeout, debts
+        self.device = cast.device
         self.clock = Clock()
         self.bytes = 0
         # All edges of a drafter land in the same slots.
@@ -55,7 +56,7 @@ class Receiver:
         batch is valid until the next one is asked for.
         """
         for frame in self.plan.received(self.place.role_rank):
-            with self.clock.span("recv_wait"):
+            with self.clock.waiting("recv_wait", self.device):
                 slot = self._pump.take()
             if isinstance(slot, Tensor):
                 batch = self.layout.view(slot, frame.number)

@@ -81,6 +81,48 @@ class Clock:
             yield
         self.add(label, time.perf_counter() - start)
 
+    @contextmanager
+    def waiting(self, label: str, device: torch.device, works: str | None = None) -> Iterator[None]:
+        """Add the time of the body, which waits for other ranks, to ``label``.
+
+        A GPU may still be at what this thread has launched before: the host runs ahead. Only the
+        time in which it had nothing to do counts as waiting, and the rest is added to ``works``.
+        """
+        before = timed_event(device)
+        start = time.perf_counter()
+        with record_function(label) if Clock.traced else nullcontext():
+            yield
+        seconds = time.perf_counter() - start
+        idle = seconds if before is None else min(seconds, idle_since(before, device))
+        self.add(label, idle)
+        if works is not None:
+            self.add(works, seconds - idle)
+
+
+def timed_event(device: torch.device) -> torch.cuda.Event | None:
+    """An event behind all that this thread has launched on a GPU; ``None`` on the CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def idle_since(event: torch.cuda.Event, device: torch.device) -> float:
+    """For how many seconds this thread's stream has had nothing to do behind ``event``.
+
+    It never waits for what is not over. A drafter's stream may hold an all-reduce, which needs
+    other drafters, and a target has a free slot before its last forward is over: to wait for the
+    stream would leave the GPU without the next one, and make ranks depend on each other's speed.
+    """
+    if not event.query():
+        return 0.0
+    now = timed_event(device)
+    assert now is not None
+    # Alone on its stream: over at once.
+    now.synchronize()
+    return event.elapsed_time(now) / 1e3
+
 
 class Helper:
     """A thread whose exception is raised in the main thread at its next look into ``inbox``."""
@@ -186,7 +228,7 @@ class Sender:
         timeout: timedelta,
     ) -> None:
         self.place, self.plan, self.layout, self.credit = cast.place, plan, layout, slots
-        self.edges, self.timeout = edges, timeout
+        self.edges, self.timeout, self.device = edges, timeout, cast.device
         self.clock = Clock()
         self._claims = cast.store
         self._store = cast.client()
@@ -200,7 +242,7 @@ class Sender:
         """The frames that fall to this target, PAD left out, until the plan is used up."""
         while True:
             # A frame is claimed when it can be made at once: who waits for a slot owes nothing.
-            with self.clock.span("send_wait"):
+            with self.clock.waiting("send_wait", self.device, works="forward"):
                 slot = self._helper.take()
             assert isinstance(slot, Tensor)
             frame = self._claim()

@@ -16,7 +16,7 @@ from dflash_mp.wire.edge import Edge
 from dflash_mp.wire.frame import DTYPES, FrameError, Header, Layout
 from dflash_mp.wire.plan import Frame, Kind, Plan
 from dflash_mp.wire.receiver import Receiver
-from dflash_mp.wire.stream import SENDER_SLOTS, Sender, StreamError
+from dflash_mp.wire.stream import SENDER_SLOTS, Clock, Sender, StreamError
 
 LAYOUT = Layout(tokens=16, taps=1, hidden_width=4, final_width=0, dtype=torch.float32)
 TIMEOUT = timedelta(seconds=20)
@@ -268,3 +268,29 @@ def test_a_payload_that_changed_on_the_way_is_refused_with_both_ends_named(
     _, message = cluster(1, 1, work)
     for words in ("drafter0", "target0", "micro-batch 0", "checksum"):
         assert words in message
+
+
+def test_on_a_cpu_all_of_a_wait_counts_as_waiting() -> None:
+    clock = Clock()
+    with clock.waiting("wait", torch.device("cpu"), works="work"):
+        time.sleep(0.02)
+    assert clock.seconds["wait"] >= 0.02
+    assert clock.seconds["work"] == 0.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_wait_while_the_gpu_still_works_counts_as_work() -> None:
+    clock, device = Clock(), torch.device("cuda", torch.cuda.current_device())
+    # In cycles: far longer than the wait.
+    torch.cuda._sleep(4 * 10**9)
+    with clock.waiting("wait", device, works="work"):
+        time.sleep(0.02)
+    assert clock.seconds["wait"] == 0.0
+    assert clock.seconds["work"] >= 0.02
+    torch.cuda.synchronize()
+    worked = clock.seconds["work"]
+    with clock.waiting("wait", device, works="work"):
+        time.sleep(0.02)
+    assert clock.seconds["wait"] >= 0.01
+    assert clock.seconds["work"] - worked < 0.01
