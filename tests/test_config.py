@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from dflash_mp.cast import role_timeout
 from dflash_mp.config import TrainConfig, UserError, config_dir, config_keys, to_config
 
 CONF = Path(config_dir())
@@ -68,3 +69,9 @@ def test_every_key_of_the_schema_has_a_default_or_is_asked_for() -> None:
 def test_taps_and_named_layers_must_agree() -> None:
     with pytest.raises(UserError, match=r"target\.layer_ids=\[1, 2\] names 2 layers"):
         composed("target.layer_ids=[1,2]")
+
+
+@pytest.mark.parametrize("key", ["failure.setup_s", "failure.step_s", "failure.save_s"])
+def test_a_collective_outlasts_whatever_another_rank_may_do_before_it(key: str) -> None:
+    config = composed(f"{key}=3000")
+    assert role_timeout(config).total_seconds() > 3000 + config.wire.timeout_s
