@@ -30,7 +30,7 @@ from dflash_mp.roles.requests import DECODED, Answering
 from dflash_mp.roles.texts import SHOWN_PROMPTS, with_texts
 from dflash_mp.sentinel import Sentinel
 from dflash_mp.speculate import DecodeSettings
-from dflash_mp.target.frame_cache import MEMORY, FrameCache, fingerprint
+from dflash_mp.target.frame_cache import MEMORY, PREFIX, FrameCache, fingerprint, make_room
 from dflash_mp.target.model import FeatureExtractor, load_target, load_tokenizer
 from dflash_mp.target.weights_fingerprint import weights_fingerprint
 from dflash_mp.warn_once import warn_once
@@ -192,8 +192,8 @@ def open_frame_cache(cast: Cast, job: Job, weights: str) -> FrameCache | None:
     config, place = job.config, cast.place
     if config.features.cache == "off":
         return None
-    nbytes = job.layout.nbytes
-    capacity = min(job.order.end(0), int(config.features.cache_gb * 1e9) // nbytes)
+    nbytes, limit = job.layout.nbytes, int(config.features.cache_gb * 1e9)
+    capacity = min(job.order.end(0), limit // nbytes)
     facts = {
         "weights": weights,
         "target": job.target_config.to_json_string(),
@@ -209,15 +209,17 @@ def open_frame_cache(cast: Cast, job: Job, weights: str) -> FrameCache | None:
     }
     in_memory = config.features.cache == "ram"
     folder = MEMORY if in_memory else job.prepared.folder.parent / "frames"
-    path = folder / f"dflash_mp-{fingerprint(facts)}{f'-{os.getppid()}' if in_memory else ''}"
+    path = folder / f"{PREFIX}{fingerprint(facts)}{f'-{os.getppid()}' if in_memory else ''}"
     cache = FrameCache(path, capacity, nbytes)
+    first = place.node * place.targets_per_node
     if in_memory:
-        first = place.node * place.targets_per_node
         keys = [f"frames/{first + i}" for i in range(place.targets_per_node)]
         cast.store.set(f"frames/{place.role_rank}", "")
         cast.store.wait(keys)
         # Everyone holds it open now; without a name it goes when the last of them goes.
         path.unlink(missing_ok=True)
+    elif place.role_rank == first:
+        make_room(path, limit)
     return cache
 
 

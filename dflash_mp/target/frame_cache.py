@@ -4,9 +4,12 @@ One file holds every frame of the training set at a place of its own, behind an 
 bytes a frame. All targets of a node read and write it, whoever made a frame; a frame is the same
 bytes whoever makes it, so two writers do no harm. In memory (``ram``) the file lies in a memory
 file system and is unlinked as soon as all targets have opened it: nothing is left behind by a
-crash. On disk (``disk``) it stays for later runs with the same fingerprint.
+crash. On disk (``disk``) it stays for later runs with the same fingerprint, until a run of another
+needs its space. Whoever has a file open holds a shared lock on it.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -29,6 +32,8 @@ MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettem
 ENTRY = 8
 """Index bytes of a frame: four of a mark, four of the checksum; zeros until it is written."""
 MARK = b"dfmp"
+PREFIX = "dflash_mp-"
+"""Of the names of all files."""
 FULL_ADVICE = (
     "what is not kept is captured anew in every epoch: make room, or lower features.cache_gb to "
     "what is there"
@@ -53,9 +58,11 @@ class FrameCache:
         self.hits = self.misses = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            self._file = open_locked(path)
             # Sparse: only what is written takes space.
             os.ftruncate(self._file, capacity * (ENTRY + nbytes))
+            # Reading leaves no date.
+            os.utime(self._file)
         except OSError as error:
             raise UserError(
                 f"features.cache: cannot write {path}: {error.strerror}; use features.cache=off "
@@ -107,6 +114,61 @@ class FrameCache:
 
     def _place(self, number: int) -> int:
         return self._first + number * self.nbytes
+
+
+def open_locked(path: Path) -> int:
+    """Open or make a file, under a shared lock where the file system has locks."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_SH)
+        if is_at(path, file):
+            return file
+        # Removed before it was locked.
+        os.close(file)
+
+
+def is_at(path: Path, file: int) -> bool:
+    """Whether ``path`` is still the name of an open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except FileNotFoundError:
+        return False
+
+
+def make_room(path: Path, limit: int) -> None:
+    """Remove files beside ``path``, opened longest ago first, until all take ``limit`` bytes.
+
+    ``path`` counts with the size it may grow to, the others with what they take. Files that a run
+    has open stay, and so do all where the file system has no locks.
+    """
+    others = []
+    for other in path.parent.glob(f"{PREFIX}*"):
+        # Another node may be removing it.
+        with contextlib.suppress(FileNotFoundError):
+            others += [(other.stat(), other)] if other != path else []
+    total = path.stat().st_size + sum(stat.st_blocks * 512 for stat, _ in others)
+    removed: list[int] = []
+    for _, other in sorted(others, key=lambda pair: pair[0].st_mtime_ns):
+        if total - sum(removed) <= limit:
+            break
+        if size := remove_unused(other):
+            removed.append(size)
+    if removed:
+        log.info(
+            "features.cache: removed %d files of other runs, %d bytes, from %s",
+            *(len(removed), sum(removed), path.parent),
+        )
+
+
+def remove_unused(path: Path) -> int:
+    """Remove a file that nobody has open; returns the bytes it took, 0 if it stays."""
+    with contextlib.suppress(OSError), path.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_at(path, file.fileno()):
+            path.unlink()
+            return os.fstat(file.fileno()).st_blocks * 512
+    return 0
 
 
 def checksum(buffer: Tensor) -> bytes:
