@@ -11,6 +11,7 @@ from transformers import Qwen3Config
 from dflash_mp.config import UserError
 from dflash_mp.drafter.attention import BLOCKS_PER_GROUP
 from dflash_mp.drafter.model import BLOCKS_PER_SLICE
+from dflash_mp.losses import PIECE
 from dflash_mp.plan.shapes import TargetShape
 from dflash_mp.plan.work import Rows
 from dflash_mp.wire.stream import SENDER_SLOTS
@@ -21,11 +22,8 @@ GPU_RESERVE = 2.0e9
 CPU_RESERVE = 0.6e9
 """Interpreter and libraries."""
 
-PIECE = 2**21
-"""Logits of which a CPU makes the objective at a time: that of ``losses``."""
-
 OBJECTIVE_BYTES = {"ce": 4, "dpace": 4, "kl": 8, "ce+kl": 8, "tv": 20}
-"""For each of those logits, what each ``loss.kind`` holds in fp32 beside them, in fp32 too."""
+"""For each logit of a piece, what each ``loss.kind`` holds in fp32 beside them, in fp32 too."""
 
 STORED_BYTES = 2
 """Of a parameter in a file of a drafter (bfloat16)."""

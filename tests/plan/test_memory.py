@@ -17,7 +17,8 @@ from dflash_mp.data.packing import pack
 from dflash_mp.drafter.anchors import make_blocks, sample_anchors
 from dflash_mp.drafter.checkpoint_format import load_drafter, save_drafter
 from dflash_mp.drafter.model import DFlashDraftModel
-from dflash_mp.plan.memory import decoding_memory, walk_activations
+from dflash_mp.losses import HeadRows, head_loss
+from dflash_mp.plan.memory import decoding_memory, logits_memory, walk_activations
 from dflash_mp.plan.plan import kept_frames, learning_of, measure_sizes, memory_of
 from dflash_mp.plan.settings import PlanRun
 from dflash_mp.roles.step import kept
@@ -145,3 +146,22 @@ def test_the_end_counts_where_it_takes_more_than_a_step(target: Path) -> None:
     # A large vocabulary: the head is there twice at the end.
     wide = replace(sizes, drafter=Qwen3Config(**{**sizes.drafter.to_dict(), "vocab_size": 200_000}))
     assert "export" in memory_of(wide, few)["drafter"]
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"),
+    [(1024, torch.float32), (16384, torch.bfloat16)],
+    ids=["one piece", "several pieces"],
+)
+@pytest.mark.parametrize("words", [[], ["loss.labels=target"], ["loss=kl"], ["loss=tv"]])
+def test_a_chunk_of_logits_is_what_its_objective_holds(
+    words: list[str], vocabulary: int, dtype: torch.dtype, target: Path
+) -> None:
+    run = settings(target, *words, f"drafter.precision={str(dtype).removeprefix('torch.')}")
+    theirs = torch.randn(512, 16) if run.loss.reads_target else None
+    labels = torch.zeros(512, dtype=torch.long) if run.loss.labels == "data" else None
+    weight = torch.randn(vocabulary, 16).to(dtype)
+    rows = HeadRows(torch.randn(512, 16, requires_grad=True), weight, labels, theirs)
+    real = peak_bytes(lambda: head_loss(rows, run.loss.kind, run.loss.rows_per_chunk))
+    planned = logits_memory(vocabulary, 512, learning_of(measure_sizes(run), run))
+    assert planned == pytest.approx(real, rel=0.1)
