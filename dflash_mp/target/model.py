@@ -92,7 +92,10 @@ def target_dtype(target: TargetConfig, device: torch.device) -> torch.dtype:
 
 
 def load_target(target: TargetConfig, device: torch.device) -> PreTrainedModel:
-    """The frozen model in eval mode on ``device``."""
+    """The frozen model in eval mode on ``device``.
+
+    For a GPU, weights go there one by one: ranks of a node never hold the model in host memory.
+    """
     show_loading()
     log.info("loading target %s", target.name)
     try:
@@ -102,6 +105,7 @@ def load_target(target: TargetConfig, device: torch.device) -> PreTrainedModel:
             trust_remote_code=target.trust_remote_code,
             dtype=target_dtype(target, device),
             attn_implementation=target.attention,
+            device_map={"": device} if device.type == "cuda" else None,
         )
     except (OSError, ImportError, ValueError) as error:
         raise UserError(
@@ -181,7 +185,6 @@ class FeatureExtractor:
             tokens = int((frame.document_ids >= 0).sum())
         if tokens == 0:
             return
-        self.tokens += tokens
         if self.packs:
             row = slice(0, tokens)
             # Padding comes last and has position 0, so nothing sees it.
@@ -192,7 +195,13 @@ class FeatureExtractor:
             hidden, final = self._forward(ids, None, positions)
             states = [state[0, row] for state in hidden]
             self._write(frame, row, states, final[0, row] if self.final else None)
-            return
+        else:
+            self._fill_padded(frame, tokens)
+        # Not before: a forward that ran out of memory comes again in parts.
+        self.tokens += tokens
+
+    def _fill_padded(self, frame: FeatureBatch, tokens: int) -> None:
+        """Run every document as a row of its own."""
         for rows, length in padded_rows(frame.document_ids[:tokens]):
             ids = torch.zeros(len(rows), length, dtype=torch.long, device=frame.input_ids.device)
             mask = torch.zeros_like(ids)

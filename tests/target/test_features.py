@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Ne
 
 from dflash_mp.config import TargetConfig
 from dflash_mp.features import FeatureBatch
-from dflash_mp.roles.target import finite
+from dflash_mp.roles.target import fill_in_parts, finite
 from dflash_mp.target.layers import decoder_layers
 from dflash_mp.target.model import FeatureExtractor, load_target, padded_rows
 from dflash_mp.wire.frame import DTYPES, Layout, decode
@@ -161,6 +161,21 @@ def test_a_model_that_leaks_between_packed_documents_gets_padded_rows() -> None:
 
     decoder.forward = leaking
     assert not FeatureExtractor(model, LAYER_IDS).packs
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "hybrid"])
+def test_tokens_of_a_forward_that_fails_do_not_count(kind: str) -> None:
+    model = tiny_model(kind)
+    extractor, batch = FeatureExtractor(model, LAYER_IDS), packed(LENGTHS, 200, 64)
+    failures = iter([True])
+
+    def cramped(*_: object) -> None:
+        if next(failures, False):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    decoder_layers(model)[1].register_forward_pre_hook(cramped)
+    assert fill_in_parts(extractor, batch)
+    assert extractor.tokens == sum(LENGTHS)
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
