@@ -163,6 +163,17 @@ def test_a_model_that_leaks_between_packed_documents_gets_padded_rows() -> None:
     assert not FeatureExtractor(model, LAYER_IDS).packs
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_whose_positions_do_not_restart_gets_padded_rows(dtype: torch.dtype) -> None:
+    model = tiny_model("qwen3").to(dtype)
+    assert FeatureExtractor(model, LAYER_IDS).packs
+    learned = torch.randn(24, 32, dtype=dtype)
+    model.get_input_embeddings().register_forward_hook(
+        lambda _, __, out: out + learned[: out.shape[1]]
+    )
+    assert not FeatureExtractor(model, LAYER_IDS).packs
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "hybrid"])
 def test_tokens_of_a_forward_that_fails_do_not_count(kind: str) -> None:
     model = tiny_model(kind)
