@@ -109,15 +109,15 @@ GOALS: tuple[tuple[str, int, str, Callable[[list[Row]], float], float], ...] = (
 
 
 def bars(rows: list[Row]) -> list[str]:
-    """What was to be reached in fp32, and what was."""
+    """What was to be reached in fp32, and what was, in bf16 as well."""
     found = {(g[0]["anchors"], g[0]["supervision"], g[0]["dtype"]): g for g in groups(rows)}
     lines = []
     for what, anchors, supervision, measure, least in GOALS:
-        group = found.get((anchors, supervision, "float32"))
-        if group is not None and peers(group):
-            got = f"{measure(group):.2f}"
-            lines.append([f"{anchors} anchors, {supervision}", what, f"{least:g}", got])
-    return table(["fp32", "", "to reach", "reached"], lines)
+        pair = [found.get((anchors, supervision, dtype)) for dtype in ("float32", "bfloat16")]
+        reached = [f"{measure(group):.2f}" if group and peers(group) else "" for group in pair]
+        if any(reached):
+            lines.append([f"{anchors} anchors, {supervision}", what, f"{least:g}", *reached])
+    return table(["", "", "to reach in fp32", "fp32", "bf16"], lines)
 
 
 def step_table(group: list[Row]) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_mp.bench import gpu, step, step_ours, stream, tables
+from dflash_mp.bench import data, gpu, plan, step, step_ours, stream, tables
 from dflash_mp.bench.step_case import (
     Case,
     attention_flops,
@@ -90,6 +90,28 @@ def test_quick_form_of_the_stream_runs(tmp_path: Path):
         assert 0 < window["efficiency"] < 2
         assert min(size["edge_gb_per_s"], size["stream_gb_per_s"], size["memcpy_gb_per_s"]) > 0
     assert tables.stream_tables(found)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_the_data_runs(tmp_path: Path):
+    data.main(["300", str(tmp_path / "data.json")])
+    found = json.loads((tmp_path / "data.json").read_text())
+    assert found["rows"] == 300
+    assert 0.5 < found["fill"] <= 1
+    assert tables.data_table(found)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_the_planner_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    narrow = plan.SHAPES[0]
+    target = narrow.target | {"num_hidden_layers": 10, "vocab_size": 500}
+    fewer = [*narrow.overrides, "data.max_length=128", "data.tokens_per_batch=128"]
+    fewer += ["document_tokens=64", "drafter.anchors_per_batch=4"]
+    monkeypatch.setattr(plan, "SHAPES", [plan.Shape("tiny", target, fewer)])
+    plan.main([str(tmp_path / "plan.json")])
+    rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
+    assert len(rows) == len(tables.plan_table({"rows": rows})) - 3
+    assert all(row["predicted_s"] > 0 for row in rows)
 
 
 @pytest.mark.slow
