@@ -108,6 +108,7 @@ def test_the_benchmark_of_the_planner_runs(tmp_path: Path, monkeypatch: pytest.M
     fewer = [*narrow.overrides, "data.max_length=128", "data.tokens_per_batch=128"]
     fewer += ["document_tokens=64", "drafter.anchors_per_batch=4"]
     monkeypatch.setattr(plan, "SHAPES", [plan.Shape("tiny", target, fewer)])
+    monkeypatch.setattr(plan, "ROUNDS", 1)
     plan.main([str(tmp_path / "plan.json")])
     rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
     assert len(rows) == len(tables.plan_table({"rows": rows})) - 3
