@@ -163,6 +163,15 @@ def test_beside_bf16_products_fp32_logits_are_those_of_a_piece(
     assert narrow.numel == ROWS * VOCAB
 
 
+@pytest.mark.parametrize("shape", [(512, 151_936), (3, 97), (0, 97), (2, 2**25)])
+def test_pieces_of_a_gpu_cover_all_rows_once(shape: tuple[int, int]):
+    logits = torch.empty(shape, device="meta")
+    rows = [row for piece in losses._pieces(logits) for row in range(shape[0])[piece]]
+    assert rows == list(range(shape[0]))
+    sizes = [len(range(shape[0])[piece]) for piece in losses._pieces(logits)]
+    assert all(size == 1 or size * shape[1] <= losses.GPU_PIECE for size in sizes)
+
+
 def test_what_an_objective_needs():
     rows = make_rows(soft=False)
     with pytest.raises(ValueError, match="needs target_hidden"):

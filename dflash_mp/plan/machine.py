@@ -177,8 +177,8 @@ def attention_rate(sample: Sample) -> float:
 def traffic_rate(sample: Sample) -> float:
     """Bytes/s of a product of two tensors, the result in memory that the allocator provides.
 
-    What a backward needs later is never written where something was before: its memory comes from
-    the system, page by page, as it does for tensors of 32 MiB and more. A forward that keeps
+    What a backward needs later is never written where something was just before. For tensors of
+    this size memory comes from the system, page by page, which stands for it. A forward that keeps
     nothing reuses its memory.
     """
     elements = FRESH_ELEMENTS if sample.learns else REUSED_ELEMENTS

@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 from dflash_mp.config import UserError
 from dflash_mp.drafter.attention import BLOCKS_PER_GROUP
 from dflash_mp.drafter.model import BLOCKS_PER_SLICE
-from dflash_mp.losses import PIECE
+from dflash_mp.losses import GPU_PIECE, PIECE
 from dflash_mp.plan.shapes import TargetShape
 from dflash_mp.plan.work import Rows
 from dflash_mp.wire.stream import SENDER_SLOTS
@@ -208,11 +208,11 @@ def drafter_memory(
 def logits_memory(vocabulary: int, rows: int, learning: Learning) -> float:
     """Bytes of a chunk of logits, the target's as well where they are read, and of its objective.
 
-    The objective is made in fp32, on a CPU of ``PIECE`` logits at a time (of one row at least),
+    The objective is made in fp32, of a piece of logits at a time (of one row at least),
     while the last piece's gradient is still there.
     """
     count = min(learning.chunk, rows) * vocabulary
-    piece = min(count, max(PIECE, vocabulary)) if learning.cpu else count
+    piece = min(count, max(PIECE if learning.cpu else GPU_PIECE, vocabulary))
     buffers = 2 if learning.reads_target else 1
     each = OBJECTIVE_BYTES[learning.objective]
     each += 4 * buffers if learning.itemsize < 4 else 0

@@ -37,8 +37,11 @@ from dflash_mp.wire.frame import DTYPES, Layout, size
 BACKWARD = 2 / 3
 """Share of a micro-batch's time that is backward, behind which gradients are exchanged."""
 
-MASTER_BYTES = 12
-"""A checkpoint's bytes for each parameter: fp32 weights and two moments."""
+MASTER_BYTES = 4
+"""A checkpoint's bytes of each parameter itself, in fp32."""
+
+MOMENT_BYTES = {"adamw": 8, "muon": 4}
+"""An optimizer's bytes for each parameter, by ``optim.kind``: two moments or one."""
 
 EXPORT_BYTES = 2
 
@@ -184,7 +187,7 @@ def learning_of(sizes: Sizes, run: PlanRun) -> Learning:
         objective=run.loss.kind,
         cpu=run.gpu.cpu,
         # Muon has one momentum; the two of its vectors do not count.
-        moments=8 if run.optim.kind == "adamw" else 4,
+        moments=MOMENT_BYTES[run.optim.kind],
     )
 
 
@@ -264,7 +267,7 @@ def disk(run: PlanRun, parameters: int, steps: int) -> dict[str, float]:
     kept = policy.keep + policy.keep_best
     if policy.keep_every:
         kept += steps // policy.keep_every
-    one = float(MASTER_BYTES * parameters)
+    one = float((MASTER_BYTES + MOMENT_BYTES[run.optim.kind]) * parameters)
     # One more is being written before the oldest goes.
     return {"checkpoint": one, "checkpoints": one * (kept + 1), "export": EXPORT_BYTES * parameters}
 

@@ -30,10 +30,10 @@ STATE_ACCESSES = 12
 """The same for each element of queries, keys and values of linear attention, in fp32."""
 
 LOGIT_BYTES = 12
-"""For each logit: to fp32 and back."""
+"""For each logit: from one product, replaced by its gradient, into the other product."""
 
 LOGIT_IN_PLACE_BYTES = 36
-"""For each logit: its label, maximum, difference, exponential, sum, quotient."""
+"""For each logit: the time of its maximum, softmax and gradient, which stay in the cache."""
 
 MICRO_BATCH_BYTES = 24
 """For each parameter and micro-batch: cast to the type of products, gradient back, added up."""

@@ -56,6 +56,7 @@ class FrameCache:
         self.capacity, self.nbytes = capacity, nbytes
         self._first = capacity * ENTRY
         self.hits = self.misses = 0
+        self._full = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_locked(path)
@@ -85,7 +86,7 @@ class FrameCache:
 
     def store(self, number: int, slot: Tensor) -> None:
         """Keep ``slot`` as frame ``number``; the index is written last. Stops when space ends."""
-        if number >= self.capacity:
+        if self._full or number >= self.capacity:
             return
         buffer = slot.cpu()
         try:
@@ -94,7 +95,7 @@ class FrameCache:
         except OSError as error:
             # A frame that is not kept is only captured again.
             warn_once(log, f"features.cache: {error.strerror} at frame {number}", FULL_ADVICE)
-            self.capacity = 0
+            self._full = True
 
     def close(self) -> None:
         """Let go of the file."""
@@ -149,11 +150,14 @@ def make_room(path: Path, limit: int) -> None:
             others += [(other.stat(), other)] if other != path else []
     total = path.stat().st_size + sum(stat.st_blocks * 512 for stat, _ in others)
     removed: list[int] = []
-    for _, other in sorted(others, key=lambda pair: pair[0].st_mtime_ns):
-        if total - sum(removed) <= limit:
+    for stat, other in sorted(others, key=lambda pair: pair[0].st_mtime_ns):
+        if total <= limit:
             break
-        if size := remove_unused(other):
-            removed.append(size)
+        if remove_unused(other):
+            removed.append(stat.st_blocks * 512)
+        # Another node may have removed it meanwhile.
+        if not other.exists():
+            total -= stat.st_blocks * 512
     if removed:
         log.info(
             "features.cache: removed %d files of other runs, %d bytes, from %s",
@@ -161,14 +165,14 @@ def make_room(path: Path, limit: int) -> None:
         )
 
 
-def remove_unused(path: Path) -> int:
-    """Remove a file that nobody has open; returns the bytes it took, 0 if it stays."""
+def remove_unused(path: Path) -> bool:
+    """Remove a file unless somebody has it open; returns whether this call did."""
     with contextlib.suppress(OSError), path.open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if is_at(path, file.fileno()):
             path.unlink()
-            return os.fstat(file.fileno()).st_blocks * 512
-    return 0
+            return True
+    return False
 
 
 def checksum(buffer: Tensor) -> bytes:

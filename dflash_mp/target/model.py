@@ -96,7 +96,7 @@ def target_dtype(target: TargetConfig, device: torch.device) -> torch.dtype:
 def load_target(target: TargetConfig, device: torch.device) -> PreTrainedModel:
     """The frozen model in eval mode on ``device``.
 
-    For a GPU, weights go there one by one: ranks of a node never hold the model in host memory.
+    For a GPU, safetensors go there one by one: ranks of a node never hold the model in host memory.
     """
     show_loading()
     log.info("loading target %s", target.name)
@@ -288,7 +288,7 @@ def isolates_documents(model: PreTrainedModel, layer_ids: list[int]) -> bool:
     device = next(model.parameters()).device
     # Token ids that exist in every vocabulary; what they say does not matter.
     ids = torch.arange(2, 26, device=device)[None] % text.vocab_size
-    changed = torch.cat([ids[:, :12].flip(1), ids[:, 12:]], dim=1)
+    changed = torch.cat([(ids[:, :12] + 24) % text.vocab_size, ids[:, 12:]], dim=1)
     positions = torch.cat([torch.arange(12), torch.arange(12)]).to(device)[None]
 
     def second(tokens: Tensor, places: Tensor) -> Tensor:

@@ -79,6 +79,7 @@ def test_when_space_ends_frames_are_captured_again(
     assert not cache.load(1, torch.zeros(512, dtype=torch.uint8))
     cache.store(2, frame(2))
     assert not cache.load(2, torch.zeros(512, dtype=torch.uint8)), "nothing is tried again"
+    assert cache.load(0, torch.zeros(512, dtype=torch.uint8)), "what is there is used"
 
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
