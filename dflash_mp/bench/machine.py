@@ -38,14 +38,14 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """Short hash of the checkout, with a plus behind it if files differ from it."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    """Short hash of the checkout, with a plus behind it if files but results differ from it."""
+    git = ["git", "-C", str(RESULTS.parent)]
     try:
         head = subprocess.run(
             [*git, "rev-parse", "--short=10", "HEAD"], check=True, capture_output=True, text=True
         ).stdout.strip()
         changed = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"],
+            [*git, "status", "--porcelain", "--untracked-files=no", ":/", f":!{RESULTS.name}"],
             check=True, capture_output=True, text=True,
         ).stdout  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
