@@ -1,9 +1,11 @@
 """Every choice composes and validates; every key is documented; recipes follow the target."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from dflash_mp.cast import role_timeout
 from dflash_mp.config import TrainConfig, UserError, config_dir, config_keys, to_config
@@ -24,7 +26,26 @@ def composed(*overrides: str) -> TrainConfig:
 def test_every_choice_composes_and_validates(choice: str) -> None:
     needs_data = choice.startswith(("target=", "data=")) and choice not in SHIPPED
     name = ["target.name=some/model"] if choice == "target=hub" else []
-    composed(choice, *name, *(["data.train=x.jsonl"] if needs_data else []))
+    overrides = [*name, *(["data.train=x.jsonl"] if needs_data else [])]
+    config = composed(choice, *overrides)
+    for key, value in stated(choice):
+        if key not in [word.split("=")[0] for word in overrides]:
+            assert OmegaConf.select(OmegaConf.structured(config), key) == value, key
+
+
+def stated(choice: str) -> Iterator[tuple[str, object]]:
+    """The dotted keys that the file of a choice gives a plain value, with it."""
+    group, option = choice.split("=")
+    file = CONF / group / f"{option}.yaml"
+    whole = "@package _global_" in file.read_text()
+    parts = [((), OmegaConf.to_container(OmegaConf.load(file)))]
+    while parts:
+        path, part = parts.pop()
+        for key, value in part.items():
+            if isinstance(value, dict):
+                parts.append(((*path, key), value))
+            elif key not in ("defaults", "hydra") and "${" not in str(value):
+                yield ".".join([*([] if whole else [group]), *path, key]), value
 
 
 def test_an_eight_gpu_target_brings_its_drafter_and_takes_overrides() -> None:
